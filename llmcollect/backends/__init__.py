@@ -1,0 +1,1 @@
+"""Where shards run. `local`: on this process's engine thread."""

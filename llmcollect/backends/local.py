@@ -1,0 +1,81 @@
+"""The local backend: shards on the engine thread, their rows handed over in memory.
+
+    collect_shard (engine thread) -> emit -> [tables] -> get (consumer's thread) -> release room
+"""
+
+import asyncio
+from collections import deque
+
+import pyarrow as pa
+
+from llmcollect.admission import Admission
+from llmcollect.errors import single_error
+from llmcollect.policies.engines import Job, engine_thread
+from llmcollect.progress import ShardProgress
+from llmcollect.run import RunSpec
+from llmcollect.shard import Root, collect_shard, max_open
+
+
+class LocalBackend:
+    """One collection that runs in the background. Its methods may be called from any thread but the engines' own.
+
+    Attributes:
+        progress: One a shard.
+    """
+
+    def __init__(self, spec: RunSpec, root: Root | None) -> None:
+        self._spec, self._root = spec, root
+        self.progress = [ShardProgress(shard) for shard in range(spec.num_shards)]
+        self._thread = engine_thread()
+        self._admission = Admission(max_open(spec))
+        self._tables: deque[tuple[pa.Table, int]] = deque()
+        self._arrived = asyncio.Event()
+        self._job: Job[None] = self._thread.submit(self._run())
+
+    def get(self) -> pa.Table | None:
+        """The rows of the next commit, None at the end; blocks.
+
+        Raises:
+            LLMCollectError: What ended the collection.
+        """
+        return self._thread.submit(self._get()).result()
+
+    def stop(self) -> None:
+        """Give up what is in flight; what has finished is committed. Blocks until engines and envs are free."""
+        self._job.cancel()
+        self._job.wait()
+
+    async def _run(self) -> None:
+        try:
+            with single_error():
+                async with asyncio.TaskGroup() as shards:
+                    for progress in self.progress:
+                        shards.create_task(
+                            collect_shard(
+                                self._spec,
+                                progress.shard,
+                                root=self._root,
+                                admission=self._admission,
+                                progress=progress,
+                                emit=self._emit,
+                            )
+                        )
+        finally:
+            self._arrived.set()
+
+    async def _emit(self, table: pa.Table, trajectories: int) -> None:
+        self._tables.append((table, trajectories))
+        self._arrived.set()
+
+    async def _get(self) -> pa.Table | None:
+        while not self._tables:
+            if self._job.outcome.done():
+                self._job.outcome.result()
+                return None
+            self._arrived.clear()
+            if not self._job.outcome.done():
+                await self._arrived.wait()
+                await asyncio.sleep(0)  # the end of the run is seen one turn of the loop after its last event
+        table, trajectories = self._tables.popleft()
+        await self._admission.release(trajectories)
+        return table

@@ -1,0 +1,397 @@
+"""StepBatch: rows of steps, as Arrow on the way to files and as a TensorDict on the way to a trainer.
+
+    [Trajectory] -> trajectories_to_table -> StepBatch -> to_tensordict -> StepTensorDict
+                                                 ^------ from_tensordict ------'
+
+Rows hold deltas (`prompt_ids` is what the policy had not seen before), a TensorDict holds the whole context. So a
+batch keeps, beside its own rows, the earlier rows of their trajectories, and rebuilds contexts from Arrow's offsets
+without a Python loop.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from llmcollect.schema import STEP_SCHEMA
+from llmcollect.tensors import StepTensorDict
+from llmcollect.types import Step, Trajectory
+
+_Ints = npt.NDArray[np.int64]
+
+_TEXTS = {
+    "task": ("text", "task"),
+    "messages": ("text", "messages"),
+    "response_text": ("text", "response"),
+    "observation": ("text", "observation"),
+    "info": ("text", "info"),
+    "failure": ("text", "failure"),
+    "finish_reason": ("text", "finish_reason"),
+    "stop_reason": ("text", "stop_reason"),
+    "run": ("collector", "run"),
+    "writer": ("collector", "writer"),
+    "env": ("collector", "env"),
+    "policy": ("collector", "policy"),
+}
+_NUMBERS = {
+    "trajectory": ("collector", "traj_ids"),
+    "group": ("collector", "group"),
+    "sample": ("collector", "sample"),
+    "step": ("collector", "step"),
+    "shard": ("collector", "shard"),
+    "attempt": ("collector", "attempt"),
+    "task_index": ("collector", "task_index"),
+    "seed": ("collector", "seed"),
+    "context_reset": ("collector", "context_reset"),
+}
+_TIMES = {name: ("collector", name) for name in ("started_at", "generated_at", "finished_at")}
+_NO_TIME = np.iinfo(np.int64).min
+
+
+class StepBatch:
+    """Rows of steps.
+
+    Indexing with a slice or an array of row numbers gives a batch; nothing is copied. `len`, `split` and
+    `StepBatch.concat` work as expected.
+
+    Args:
+        table: Rows with the columns of `llmcollect.schema.STEP_SCHEMA`. The rows of a trajectory must be
+            consecutive and in order, from its step 0 or a `context_reset` on.
+        rows: Which rows of the table the batch consists of, an integer array; None: all. The other rows are there
+            for the contexts that they hold.
+    """
+
+    def __init__(self, table: pa.Table, rows: _Ints | None = None) -> None:
+        self._table = table
+        self._rows: _Ints = np.arange(table.num_rows) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"StepBatch({len(self)} steps)"
+
+    def __getitem__(self, key: slice | Sequence[int] | _Ints) -> "StepBatch":
+        if isinstance(key, int):
+            key = [key]
+        return StepBatch(self._table, self._rows[key])._trimmed()
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        lengths = pc.list_value_length(self.to_arrow()["response_ids"])
+        return int(pc.sum(lengths).as_py() or 0)
+
+    def to_arrow(self) -> pa.Table:
+        """The rows as they are stored."""
+        first, count = (int(self._rows[0]), len(self._rows)) if len(self._rows) else (0, 0)
+        if np.array_equal(self._rows, np.arange(first, first + count)):
+            return self._table.slice(first, count)
+        return self._table.take(self._rows)
+
+    def without_failed(self) -> "StepBatch":
+        """Without the rows of trajectories that ended in a failure."""
+        own = self.to_arrow()
+        failed = own.filter(pc.is_valid(own["failure"]))["trajectory"]
+        if not len(failed):
+            return self
+        return self[np.flatnonzero(~_numpy(pc.is_in(own["trajectory"], value_set=failed.combine_chunks())))]
+
+    def split(self, size: int) -> Iterator["StepBatch"]:
+        """Batches of `size` rows; the last may be shorter."""
+        for start in range(0, len(self), size):
+            yield self[start : start + size]
+
+    @staticmethod
+    def concat(batches: Sequence["StepBatch"]) -> "StepBatch":
+        """The rows of several batches in order."""
+        if not batches:
+            return StepBatch(STEP_SCHEMA.empty_table())
+        offsets = np.cumsum([0, *(batch._table.num_rows for batch in batches)])
+        rows = [batch._rows + offset for batch, offset in zip(batches, offsets[:-1], strict=True)]
+        return StepBatch(pa.concat_tables([batch._table for batch in batches]), np.concatenate(rows))
+
+    def to_tensordict(self, context: Literal["full", "delta"] = "full") -> StepTensorDict:
+        """A dense TensorDict of batch size [B], right-padded with 0.
+
+        Args:
+            context: "full": `("tokens", "prompt")` is all that the policy saw; "delta": only what was new to it.
+
+        Returns:
+            With P, R and F the longest prompt, response and their sum in the batch:
+
+            - `("tokens", "prompt")` int64 [B, P], `("tokens", "response")` int64 [B, R],
+              `("tokens", "full")` int64 [B, F]: prompt and response; their lengths, int64 [B], under
+              `"prompt_length"`, `"response_length"`; `"new_prompt_length"` counts the prompt's last ids that were new
+            - `("tokens", "policy_version")` int64 [B, R]: which weights sampled the token; -1 on padding
+            - `("log_probs", "response")` float32 [B, R], `("log_probs", "full")` float32 [B, F]: 0 outside of
+              the response, NaN where the policy gave none; `("log_probs", "given")` bool [B]
+            - `("masks", "all_attention_mask")` bool [B, F]: not padding; `("masks", "all_assistant_mask")` bool
+              [B, F]: sampled in this step
+            - `("next", "reward")` float32 [B, 1], NaN where there is none; `("next", "done")`, `"terminated"`,
+              `"truncated"` bool [B, 1]
+            - `("text", ...)`: texts and JSON; `("collector", ...)`: where the row comes from, int64 or text [B],
+              with times in UTC microseconds, and the reward as float64
+        """
+        table, rows = self._table, self._rows
+        prompts, prompt_lengths = _flat(table["prompt_ids"])
+        responses, response_lengths = _flat(table["response_ids"])
+        tokens, base = _interleave(prompts, prompt_lengths, responses, response_lengths)
+        first = _context_starts(table)[rows] if context == "full" else rows
+        prompt_start, prompt_end = base[first], base[rows] + prompt_lengths[rows]
+        response_end = prompt_end + response_lengths[rows]
+
+        logprobs_column = table["response_logprobs"]
+        logprobs, logprob_lengths = _flat(logprobs_column)
+        given = _numpy(pc.is_valid(logprobs_column))[rows]
+        logprob_start = (np.cumsum(logprob_lengths) - logprob_lengths)[rows]
+        response_logprobs = _padded(logprobs, logprob_start, logprob_start + logprob_lengths[rows])
+        in_response = _mask(response_lengths[rows])
+        response_logprobs = np.pad(
+            response_logprobs, ((0, 0), (0, in_response.shape[1] - response_logprobs.shape[1]))
+        ).astype(np.float32)
+        response_logprobs[in_response & ~given[:, None]] = np.nan
+
+        attention = _mask(response_end - prompt_start)
+        assistant = attention & ~_mask(prompt_end - prompt_start, attention.shape[1])
+        full_logprobs = np.zeros(attention.shape, np.float32)
+        full_logprobs[assistant] = response_logprobs[in_response]
+
+        selected = self.to_arrow()
+        reward = selected["reward"]
+        terminated, truncated = _numpy(selected["terminated"]), _numpy(selected["truncated"])
+        failed = _numpy(pc.is_valid(selected["failure"]))
+        values: dict[tuple[str, ...], Any] = {
+            ("tokens", "prompt"): _padded(tokens, prompt_start, prompt_end),
+            ("tokens", "prompt_length"): prompt_end - prompt_start,
+            ("tokens", "new_prompt_length"): prompt_lengths[rows],
+            ("tokens", "response"): _padded(tokens, prompt_end, response_end),
+            ("tokens", "response_length"): response_lengths[rows],
+            ("tokens", "full"): _padded(tokens, prompt_start, response_end),
+            ("tokens", "policy_version"): _token_versions(selected["policy_versions"], in_response),
+            ("log_probs", "response"): response_logprobs,
+            ("log_probs", "full"): full_logprobs,
+            ("log_probs", "given"): given,
+            ("masks", "all_attention_mask"): attention,
+            ("masks", "all_assistant_mask"): assistant,
+            ("next", "reward"): _numpy(reward.fill_null(np.nan)).astype(np.float32)[:, None],
+            ("next", "terminated"): terminated[:, None],
+            ("next", "truncated"): truncated[:, None],
+            ("next", "done"): (terminated | truncated | failed)[:, None],
+            ("collector", "reward"): _numpy(reward.fill_null(np.nan)),
+            ("collector", "has_reward"): _numpy(pc.is_valid(reward)),
+        }
+        for name, key in _NUMBERS.items():
+            column = _numpy(selected[name])
+            values[key] = column if column.dtype == np.bool_ else column.astype(np.int64)
+        for name, key in _TIMES.items():
+            values[key] = _numpy(selected[name].cast(pa.int64()).fill_null(int(_NO_TIME)))
+        texts = {key: selected[name].to_pylist() for name, key in _TEXTS.items()}
+        return _tensordict(values, texts, len(self))
+
+    @classmethod
+    def from_tensordict(cls, batch: TensorDict) -> "StepBatch":
+        """The inverse of `to_tensordict`: equal rows, and equal contexts when converted again."""
+        arrays = {key: batch[key].numpy(force=True) for key in _tensor_keys(batch)}
+        tokens, total = arrays["tokens", "prompt"], arrays["tokens", "prompt_length"]
+        new, sampled = arrays["tokens", "new_prompt_length"], arrays["tokens", "response_length"]
+        generated = arrays["collector", "generated_at"] != _NO_TIME
+        in_response = _mask(sampled, arrays["tokens", "response"].shape[1])
+        place = np.arange(tokens.shape[1])
+        is_new = (place >= (total - new)[:, None]) & (place < total[:, None])
+        started = arrays["collector", "step"] >= 0
+
+        columns: dict[str, Any] = {
+            "prompt_ids": _lists(tokens[is_new], new, started, "prompt_ids"),
+            "response_ids": _lists(arrays["tokens", "response"][in_response], sampled, generated, "response_ids"),
+            "response_logprobs": _lists(
+                arrays["log_probs", "response"][in_response & arrays["log_probs", "given"][:, None]],
+                np.where(arrays["log_probs", "given"], sampled, 0),
+                arrays["log_probs", "given"],
+                "response_logprobs",
+            ),
+            "policy_versions": [
+                _run_lengths(versions[:length]) if ok else None
+                for versions, length, ok in zip(arrays["tokens", "policy_version"], sampled, generated, strict=True)
+            ],
+            "reward": pa.array(arrays["collector", "reward"], mask=~arrays["collector", "has_reward"]),
+            "terminated": arrays["next", "terminated"][:, 0],
+            "truncated": arrays["next", "truncated"][:, 0],
+        }
+        columns |= {name: arrays[key] for name, key in _NUMBERS.items()}
+        columns |= {
+            name: pa.array(arrays[key], mask=arrays[key] == _NO_TIME).cast(STEP_SCHEMA.field(name).type)
+            for name, key in _TIMES.items()
+        }
+        columns |= {name: list(batch[key]) for name, key in _TEXTS.items()}
+        own = _table(columns)
+
+        # A row whose earlier steps are not in the batch gets them back as one hidden row before it.
+        hidden = np.flatnonzero(total > new)
+        if not len(hidden):
+            return cls(own)
+        before = place < (total - new)[:, None]
+        history = own.take(hidden)
+        for name, value in (
+            ("prompt_ids", _lists(tokens[hidden][before[hidden]], (total - new)[hidden], None, "prompt_ids")),
+            ("response_ids", pa.nulls(len(hidden), STEP_SCHEMA.field("response_ids").type)),
+            ("response_logprobs", pa.nulls(len(hidden), STEP_SCHEMA.field("response_logprobs").type)),
+            ("context_reset", pa.repeat(True, len(hidden))),
+        ):
+            history = history.set_column(history.schema.get_field_index(name), STEP_SCHEMA.field(name), value)
+        order = np.argsort(np.concatenate([hidden - 0.5, np.arange(len(own))]), kind="stable")
+        return cls(pa.concat_tables([history, own]).take(order), np.flatnonzero(order >= len(hidden)))
+
+    def _trimmed(self) -> "StepBatch":
+        """Without the rows before the first context and after the last row: a slice holds no more than it needs."""
+        if not len(self._rows):
+            return StepBatch(self._table.slice(0, 0))
+        start, end = int(_context_starts(self._table)[self._rows].min()), int(self._rows.max()) + 1
+        return StepBatch(self._table.slice(start, end - start), self._rows - start)
+
+
+def trajectories_to_table(
+    trajectories: Sequence[Trajectory], *, run: str, shard: int, writer: str, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """The rows of finished trajectories, each one's steps consecutive and in order.
+
+    Raises:
+        ValueError: Ids, log-probs and version counts of a step do not have one length.
+    """
+    pairs = [(trajectory, step) for trajectory in trajectories for step in trajectory.steps]
+    for trajectory, step in pairs:
+        _check_lengths(trajectory, step)
+    steps = [step for _, step in pairs]
+    data: dict[str, Any] = {
+        "run": pa.repeat(run, len(pairs)),
+        "shard": pa.repeat(pa.scalar(shard, pa.int32()), len(pairs)),
+        "writer": pa.repeat(writer, len(pairs)),
+        "task": [trajectory.task if step.step <= 0 else None for trajectory, step in pairs],
+        "policy_versions": [
+            None if step.policy_versions is None else [{"version": v, "count": n} for v, n in step.policy_versions]
+            for step in steps
+        ],
+    }
+    for name in ("trajectory", "group", "sample", "attempt", "env", "task_index", "policy"):
+        data[name] = [getattr(trajectory, name) for trajectory, _ in pairs]
+    for name in STEP_SCHEMA.names:
+        if name not in data:
+            data[name] = [getattr(step, name) for step in steps]
+    return _table(data)
+
+
+def _check_lengths(trajectory: Trajectory, step: Step) -> None:
+    count = len(step.response_ids or ())
+    versions = sum(n for _, n in step.policy_versions or ())
+    logprobs = count if step.response_logprobs is None else len(step.response_logprobs)
+    if not count == versions == logprobs:
+        raise ValueError(
+            f"trajectory {trajectory.trajectory}, step {step.step}: {count} response ids, {logprobs} log-probs "
+            f"and version counts that sum to {versions} must be one number"
+        )
+
+
+def _table(columns: Mapping[str, Any]) -> pa.Table:
+    arrays = [
+        value if isinstance(value := columns[field.name], pa.Array | pa.ChunkedArray) else pa.array(value, field.type)
+        for field in STEP_SCHEMA
+    ]
+    return pa.table(arrays, schema=STEP_SCHEMA)
+
+
+def _numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    return column.combine_chunks().to_numpy(zero_copy_only=False)
+
+
+def _flat(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], _Ints]:
+    """Values of a list column end to end, and the length of each list; null counts as empty."""
+    lengths = _numpy(pc.list_value_length(column).fill_null(0)).astype(np.int64)
+    values = pc.list_flatten(column).combine_chunks()
+    return values.to_numpy(zero_copy_only=False), lengths
+
+
+def _interleave(
+    prompts: npt.NDArray[Any], prompt_lengths: _Ints, responses: npt.NDArray[Any], response_lengths: _Ints
+) -> tuple[_Ints, _Ints]:
+    """All ids in the order in which the policy saw them (prompt, response, prompt, ...), and where each row begins.
+
+    The context of a row is then one slice.
+    """
+    lengths = prompt_lengths + response_lengths
+    base = np.cumsum(lengths) - lengths
+    tokens = np.empty(int(lengths.sum()), np.int64)
+    for values, counts, start in (
+        (prompts, prompt_lengths, base),
+        (responses, response_lengths, base + prompt_lengths),
+    ):
+        own_start = np.cumsum(counts) - counts
+        tokens[np.repeat(start - own_start, counts) + np.arange(len(values))] = values
+    return tokens, base
+
+
+def _context_starts(table: pa.Table) -> _Ints:
+    """For each row the row where its context begins."""
+    starts = (_numpy(table["step"]) <= 0) | _numpy(table["context_reset"])
+    return np.maximum.accumulate(np.where(starts, np.arange(len(starts)), 0))
+
+
+def _mask(lengths: _Ints, width: int | None = None) -> npt.NDArray[np.bool_]:
+    """[B, width] with True where the place is below the row's length."""
+    if width is None:
+        width = int(lengths.max(initial=0))
+    return np.arange(width) < lengths[:, None]
+
+
+def _padded(values: npt.NDArray[Any], starts: _Ints, ends: _Ints) -> npt.NDArray[Any]:
+    """Slices `values[start:end]` as the rows of one array, padded with 0 on the right."""
+    mask = _mask(ends - starts)
+    out = np.zeros(mask.shape, values.dtype)
+    out[mask] = values[(starts[:, None] + np.arange(mask.shape[1]))[mask]]
+    return out
+
+
+def _token_versions(column: pa.ChunkedArray, in_response: npt.NDArray[np.bool_]) -> _Ints:
+    """Run-lengths spelled out, one version a token."""
+    out = np.full(in_response.shape, -1, np.int64)
+    spans = pc.list_flatten(column).combine_chunks()
+    versions, counts = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("version", "count"))
+    out[in_response] = np.repeat(versions, counts)
+    return out
+
+
+def _run_lengths(versions: _Ints) -> list[dict[str, int]]:
+    edges = np.flatnonzero(np.diff(versions)) + 1
+    pieces = np.split(versions, edges) if len(versions) else []
+    return [{"version": int(piece[0]), "count": len(piece)} for piece in pieces]
+
+
+def _lists(values: npt.NDArray[Any], lengths: _Ints, valid: npt.NDArray[np.bool_] | None, column: str) -> pa.ListArray:
+    kind = STEP_SCHEMA.field(column).type
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    mask = None if valid is None else pa.array(~valid)
+    return pa.ListArray.from_arrays(offsets, pa.array(values, kind.value_type), type=kind, mask=mask)
+
+
+def _tensor_keys(batch: TensorDict) -> Iterator[tuple[str, ...]]:
+    for key in batch.keys(include_nested=True, leaves_only=True):
+        if isinstance(batch[key], torch.Tensor):
+            yield key
+
+
+def _tensordict(
+    values: Mapping[tuple[str, ...], npt.NDArray[Any]], texts: Mapping[tuple[str, ...], list[str | None]], size: int
+) -> StepTensorDict:
+    nested: dict[str, dict[str, Any]] = {}
+    for (outer, inner), array in values.items():
+        # Arrow's memory is read-only; a trainer may write into its batch.
+        nested.setdefault(outer, {})[inner] = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    for (outer, inner), items in texts.items():
+        nested.setdefault(outer, {})[inner] = NonTensorStack(*items) if items else NonTensorStack.from_list([])
+    return StepTensorDict(
+        {outer: TensorDict(inner, batch_size=[size]) for outer, inner in nested.items()}, batch_size=[size]
+    )

@@ -1,0 +1,196 @@
+"""EnvPool: makes the instances of one env, lends them to trajectories, and keeps their blocking calls off the loop.
+
+    borrow -> EnvHandle -> reset, step, ... -> give_back   (reused)
+                                            -> discard     (after a failure: never reused)
+"""
+
+import asyncio
+import contextlib
+import inspect
+import math
+import numbers
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llmcollect.components import EnvSpec
+from llmcollect.errors import EnvError
+from llmcollect.types import Completion, Observation, Task, Transition
+
+
+class EnvPool:
+    """Instances of one env. Belongs to one event loop.
+
+    Attributes:
+        hung: Instances that were given up while a call of theirs was still running.
+    """
+
+    def __init__(self, spec: EnvSpec, name: str) -> None:
+        self.name = name
+        self.hung = 0
+        self._constructor = spec.constructor()
+        self._kwargs = spec.kwargs
+        self._idle: list[EnvHandle] = []
+
+    async def borrow(self) -> "EnvHandle":
+        """An instance for one trajectory, a new one if none is idle.
+
+        Raises:
+            EnvError: The constructor raised.
+        """
+        if self._idle:
+            return self._idle.pop()
+        thread = _EnvThread(self.name)
+        try:
+            env = await thread.call(self._constructor, **self._kwargs)
+        except Exception as error:
+            thread.stop()
+            raise EnvError(f"env {self.name} could not be made: {type(error).__name__}: {error}") from error
+        return EnvHandle(self.name, env, thread)
+
+    def give_back(self, handle: "EnvHandle") -> None:
+        """Let the next trajectory have it."""
+        self._idle.append(handle)
+
+    def discard(self, handle: "EnvHandle") -> None:
+        """Never use it again; a call that still runs is abandoned."""
+        self.hung += handle.busy
+        handle.close()
+
+    def close(self) -> None:
+        """Close what is idle."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+class EnvHandle:
+    """One instance with its thread; checks what its methods return."""
+
+    def __init__(self, name: str, env: Any, thread: "_EnvThread") -> None:
+        self._name, self._env, self._thread = name, env, thread
+        for method in ("reset", "step"):
+            if not callable(getattr(env, method, None)):
+                raise EnvError(f"env {name} is a {type(env).__name__} without a {method}() method")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a blocking call is running."""
+        return self._thread.busy
+
+    async def reset(self, task: Task) -> Observation:
+        """`Env.reset`, its result checked.
+
+        Raises:
+            EnvError: It returned something else than an Observation or a text.
+        """
+        return self._observation(await self._call(self._env.reset, task), "reset")
+
+    async def step(self, completion: Completion) -> Transition:
+        """`Env.step`, its result checked.
+
+        Raises:
+            EnvError: It returned something else than a Transition, or a reward that is no number.
+        """
+        result = await self._call(self._env.step, completion)
+        if not isinstance(result, Transition):
+            raise EnvError(f"step() of env {self._name} must return a Transition; got {type(result).__name__}")
+        observation = result.observation
+        if observation is not None:
+            observation = self._observation(observation, "step")
+        elif not (result.terminated or result.truncated):
+            raise EnvError(f"step() of env {self._name} neither ended the trajectory nor gave an observation")
+        return Transition(
+            reward=self._reward(result.reward),
+            observation=observation,
+            terminated=bool(result.terminated),
+            truncated=bool(result.truncated),
+            info=result.info,
+        )
+
+    def close(self) -> None:
+        """Close the instance in its own thread, after what it is doing; does not wait."""
+        close = getattr(self._env, "close", None)
+        self._thread.stop(close if callable(close) and not inspect.iscoroutinefunction(close) else None)
+
+    async def _call(self, method: Callable[..., Any], argument: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(argument)
+        result = await self._thread.call(method, argument)
+        return await result if inspect.isawaitable(result) else result
+
+    def _observation(self, value: Any, method: str) -> Observation:
+        if isinstance(value, str):
+            value = Observation.user(value)
+        if not isinstance(value, Observation):
+            raise EnvError(
+                f"{method}() of env {self._name} must give an Observation or a text; got {type(value).__name__}"
+            )
+        for message in value.messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise EnvError(f"{method}() of env {self._name} gave a message without a role; got {message!r:.200}")
+        return value
+
+    def _reward(self, value: Any) -> float | None:
+        if value is None:
+            return None
+        if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):
+            value = value.item()  # a tensor or array with one element
+        if not isinstance(value, numbers.Real):
+            raise EnvError(f"step() of env {self._name} gave a reward that is no number; got {value!r:.200}")
+        reward = float(value)
+        return math.nan if math.isnan(reward) else reward
+
+
+class _EnvThread:
+    """A daemon thread that runs one env's blocking calls: a hung one can be left behind and holds up no exit."""
+
+    def __init__(self, name: str) -> None:
+        self.busy = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=f"env {name}", daemon=True).start()
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def job() -> None:
+            try:
+                result, error = function(*args, **kwargs), None
+            except BaseException as raised:  # noqa: BLE001 - goes to whoever awaits
+                if isinstance(raised, StopIteration):  # which a future refuses
+                    raised = RuntimeError(f"StopIteration: {raised}")
+                result, error = None, raised
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(_answer, answer, result, error)
+
+        self._jobs.put(job)
+        return await answer
+
+    def stop(self, last: Callable[[], Any] | None = None) -> None:
+        if last is not None:
+            self._jobs.put(lambda: _quietly(last))
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self.busy = True
+            job()
+            self.busy = False
+
+
+def _quietly(close: Callable[[], Any]) -> None:
+    # What close() raises concerns nobody: the trajectories are done.
+    with contextlib.suppress(Exception):
+        close()
+
+
+def _answer(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
+    if future.done():  # given up: too late
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, Exception):
+        future.set_exception(error)
+    else:  # SystemExit and the like must end a trajectory, not the loop
+        future.set_exception(EnvError(f"{type(error).__name__}: {error}"))

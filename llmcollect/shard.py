@@ -1,0 +1,178 @@
+"""collect_shard: env, policy, rollout and store made one. Every backend calls this function.
+
+    plan - done -> admission -> rollout (many at once) -> committer -> emit
+                        ^                                               |
+                        '------------- room, once taken ----------------'
+
+The groups of the plan are let in one after the other (waits for room; unblocked by whoever takes rows). Each
+trajectory waits for a slot of its engine, runs, and goes to the committer, which writes beside them. The committer is
+the one part that must see the end: it is closed after the last trajectory, also when the shard is cancelled or fails,
+so what has finished is never lost.
+"""
+
+import asyncio
+import json
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pyarrow as pa
+
+from llmcollect.admission import Admission
+from llmcollect.batch import trajectories_to_table
+from llmcollect.envs.pool import EnvPool
+from llmcollect.errors import RunFailedError, single_error
+from llmcollect.policies.engines import Engine, engine_thread
+from llmcollect.progress import ShardProgress
+from llmcollect.rollout import collect_trajectory
+from llmcollect.run import RunSpec, TrajectoryPlan, plan_groups
+from llmcollect.store.committer import Committer
+from llmcollect.store.files import Files
+from llmcollect.store.record import RunRecord
+from llmcollect.store.writer import ShardWriter
+from llmcollect.types import Trajectory
+
+_FAILURE_WINDOW = 200
+_FAILURE_GRACE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """An opened root: its files, and the run that it holds."""
+
+    files: Files
+    record: RunRecord
+
+
+async def collect_shard(
+    spec: RunSpec,
+    shard: int,
+    *,
+    root: Root | None = None,
+    admission: Admission | None = None,
+    progress: ShardProgress | None = None,
+    emit: Callable[[pa.Table, int], Awaitable[None]] | None = None,
+) -> ShardProgress:
+    """Collect what a shard's plan still lacks. Runs on the loop of the process's `engine_thread()`.
+
+    Args:
+        spec: The run.
+        shard: Number of the shard.
+        root: Where commits go; None keeps nothing.
+        admission: Bounds what is open; shared by the shards of one consumer. None: a bound of the shard's own, of
+            which rows are taken by their commit.
+        progress: Counters to write to.
+        emit: Awaited with the rows of each commit once it has won, and the number of trajectories whose room is to be
+            released when the rows are taken.
+
+    Returns:
+        The counters.
+
+    Raises:
+        RunFailedError: More than `max_failure_rate` of the trajectories failed.
+        EnvError, PolicyError, StoreError: An env cannot be made, the engine cannot start, the disk refuses.
+    """
+    progress = progress or ShardProgress(shard)
+    writer = ShardWriter(root.files, root.record, spec, shard) if root else None
+    if writer:
+        await asyncio.to_thread(writer.catch_up)
+    progress.planned = None if spec.num_groups is None else (spec.groups_in_shard(shard) or 0) * spec.group_size
+    progress.stored = len(writer.done) if writer else 0
+    if progress.planned is None or progress.stored < progress.planned:
+        await _collect_missing(spec, shard, writer, admission, progress, emit)
+    if writer and progress.planned is not None:
+        await asyncio.to_thread(writer.end)
+    progress.end()
+    return progress
+
+
+async def _collect_missing(
+    spec: RunSpec,
+    shard: int,
+    writer: ShardWriter | None,
+    admission: Admission | None,
+    progress: ShardProgress,
+    emit: Callable[[pa.Table, int], Awaitable[None]] | None,
+) -> None:
+    own_bound = admission is None
+    bound = admission or Admission(max_open(spec))
+    done = frozenset(writer.done) if writer else frozenset()
+    append = writer.append if writer else partial(
+        trajectories_to_table, run=uuid.uuid4().hex[:16], shard=shard, writer=uuid.uuid4().hex[:16]
+    )
+
+    async def taken(trajectories: Sequence[Trajectory], table: pa.Table | None) -> None:
+        progress.commits += table is not None
+        if emit is not None and table is not None:
+            await emit(table, len(trajectories))
+        elif own_bound or table is None:
+            await bound.release(len(trajectories))
+
+    committer = Committer(append, taken, spec.limits)
+    bound.when_blocked(committer.hurry)
+    pools = [EnvPool(env, name) for env, name in zip(spec.envs, spec.env_names, strict=True)]
+    policy = spec.policies[spec.policy_of_shard(shard)]
+    policy_name = spec.policy_names[spec.policy_of_shard(shard)]
+    failures = FailureRate(spec.limits.max_failure_rate)
+    running = 0
+
+    async def collect_one(plan: TrajectoryPlan, engine: Engine) -> None:
+        nonlocal running
+        async with engine.slots:
+            trajectory = await collect_trajectory(plan, spec, engine.policy, policy_name, pools[plan.env])
+        progress.add(trajectory)
+        progress.hung_envs = sum(pool.hung for pool in pools)
+        committer.add(trajectory)
+        running -= 1
+        if not running and emit is not None:
+            committer.hurry()  # nobody else will fill the commit, and somebody may be waiting for it
+        failures.add(trajectory)
+
+    with single_error():
+        async with asyncio.TaskGroup() as life:
+            writing = life.create_task(committer.run())
+            try:
+                async with engine_thread().lease(policy, spec.limits.concurrency) as engine, asyncio.TaskGroup() as all_:
+                    progress.start()
+                    for group in plan_groups(spec, shard):
+                        missing = [plan for plan in group.trajectories if plan.trajectory not in done]
+                        if missing:
+                            await bound.admit(len(missing))
+                            running += len(missing)
+                            for plan in missing:
+                                all_.create_task(collect_one(plan, engine))
+            finally:
+                committer.close()
+                await asyncio.wait([writing])
+                for pool in pools:
+                    pool.close()
+
+
+class FailureRate:
+    """Stops a run in which too much fails: over the last 200 trajectories, once there are 20."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._last: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count a trajectory.
+
+        Raises:
+            RunFailedError: More than the limit failed.
+        """
+        self._last.append(trajectory.failed)
+        failed = sum(self._last)
+        if len(self._last) >= _FAILURE_GRACE and failed > self._limit * len(self._last):
+            why = json.loads(trajectory.steps[-1].failure) if trajectory.failed else {}
+            raise RunFailedError(
+                f"{failed} of the last {len(self._last)} trajectories failed, more than max_failure_rate="
+                f"{self._limit:g} allows; the last one in {trajectory.env}: {why.get('type')}: {why.get('message')}"
+            )
+
+
+def max_open(spec: RunSpec) -> int:
+    """How many trajectories may be open: enough to keep every engine full while commits and consumers take theirs."""
+    return spec.limits.max_open_trajectories or max(4 * spec.limits.concurrency * len(spec.policies), spec.group_size)
