@@ -4,12 +4,26 @@
     open_run(root)                            read what was collected
 """
 
-from llmcollect.batch import StepBatch
-from llmcollect.collector import LLMCollector
-from llmcollect.run import Limits, RunSpec, Sampling
-from llmcollect.store import Run, open_run
-from llmcollect.tensors import StepTensorDict
-from llmcollect.types import Completion, Generation, Message, Observation, Task, Transition
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmcollect.batch import StepBatch
+    from llmcollect.collector import LLMCollector
+    from llmcollect.run import Limits, RunSpec, Sampling
+    from llmcollect.store import Run, open_run
+    from llmcollect.tensors import StepTensorDict
+    from llmcollect.types import Completion, Generation, Message, Observation, Task, Transition
+
+_HOMES = {
+    "batch": ("StepBatch",),
+    "collector": ("LLMCollector",),
+    "run": ("Limits", "RunSpec", "Sampling"),
+    "store": ("Run", "open_run"),
+    "tensors": ("StepTensorDict",),
+    "types": ("Completion", "Generation", "Message", "Observation", "Task", "Transition"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Completion",
@@ -27,3 +41,14 @@ __all__ = [
     "Transition",
     "open_run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Names are imported when they are first used: what reads a run needs no torch, and a worker starts faster.
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"llmcollect.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,18 +9,20 @@ without a Python loop.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from tensordict import NonTensorStack, TensorDict
 
 from llmcollect.schema import STEP_SCHEMA
-from llmcollect.tensors import StepTensorDict
 from llmcollect.types import Step, Trajectory
+
+if TYPE_CHECKING:  # torch and tensordict take seconds to import, and reading a run needs neither
+    from tensordict import TensorDict
+
+    from llmcollect.tensors import StepTensorDict
 
 _Ints = npt.NDArray[np.int64]
 
@@ -116,7 +118,7 @@ class StepBatch:
         rows = [batch._rows + offset for batch, offset in zip(batches, offsets[:-1], strict=True)]
         return StepBatch(pa.concat_tables([batch._table for batch in batches]), np.concatenate(rows))
 
-    def to_tensordict(self, context: Literal["full", "delta"] = "full") -> StepTensorDict:
+    def to_tensordict(self, context: Literal["full", "delta"] = "full") -> "StepTensorDict":
         """A dense TensorDict of batch size [B], right-padded with 0.
 
         Args:
@@ -195,7 +197,7 @@ class StepBatch:
         return _tensordict(values, texts, len(self))
 
     @classmethod
-    def from_tensordict(cls, batch: TensorDict) -> "StepBatch":
+    def from_tensordict(cls, batch: "TensorDict") -> "StepBatch":
         """The inverse of `to_tensordict`: equal rows, and equal contexts when converted again."""
         arrays = {key: batch[key].numpy(force=True) for key in _tensor_keys(batch)}
         tokens, total = arrays["tokens", "prompt"], arrays["tokens", "prompt_length"]
@@ -377,15 +379,20 @@ def _lists(values: npt.NDArray[Any], lengths: _Ints, valid: npt.NDArray[np.bool_
     return pa.ListArray.from_arrays(offsets, pa.array(values, kind.value_type), type=kind, mask=mask)
 
 
-def _tensor_keys(batch: TensorDict) -> Iterator[tuple[str, ...]]:
+def _tensor_keys(batch: "TensorDict") -> Iterator[tuple[str, ...]]:
     for key in batch.keys(include_nested=True, leaves_only=True):
-        if isinstance(batch[key], torch.Tensor):
+        if hasattr(batch[key], "numpy"):
             yield key
 
 
 def _tensordict(
     values: Mapping[tuple[str, ...], npt.NDArray[Any]], texts: Mapping[tuple[str, ...], list[str | None]], size: int
-) -> StepTensorDict:
+) -> "StepTensorDict":
+    import torch
+    from tensordict import NonTensorStack, TensorDict
+
+    from llmcollect.tensors import StepTensorDict
+
     nested: dict[str, dict[str, Any]] = {}
     for (outer, inner), array in values.items():
         # Arrow's memory is read-only; a trainer may write into its batch.

