@@ -166,6 +166,8 @@ class StepBatch:
 
         selected = self.to_arrow()
         reward = selected["reward"]
+        with np.errstate(over="ignore"):  # beyond float32 it is infinite there
+            reward32 = _numpy(reward.fill_null(np.nan)).astype(np.float32)
         terminated, truncated = _numpy(selected["terminated"]), _numpy(selected["truncated"])
         failed = _numpy(pc.is_valid(selected["failure"]))
         values: dict[tuple[str, ...], Any] = {
@@ -181,7 +183,7 @@ class StepBatch:
             ("log_probs", "given"): given,
             ("masks", "all_attention_mask"): attention,
             ("masks", "all_assistant_mask"): assistant,
-            ("next", "reward"): _numpy(reward.fill_null(np.nan)).astype(np.float32)[:, None],
+            ("next", "reward"): reward32[:, None],
             ("next", "terminated"): terminated[:, None],
             ("next", "truncated"): truncated[:, None],
             ("next", "done"): (terminated | truncated | failed)[:, None],

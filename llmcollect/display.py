@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -56,7 +57,7 @@ def shard_lines(console: Console) -> Iterator[None]:
 
 def print_summary(console: Console, summaries: list[EnvSummary], title: str) -> None:
     """A table with one line an env."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for number, header in enumerate(HEADERS):
         table.add_column(header, justify="left" if number == 0 else "right")
     for summary in summaries:

@@ -26,7 +26,7 @@ _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class Sampling(_Model):
@@ -220,7 +220,10 @@ def explain(error: ValidationError) -> str:
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"])
         what = fault["msg"].removeprefix("Value error, ")
-        got = "" if fault["type"] in ("missing", "value_error", "model_type") else f"; got {fault['input']!r}"
+        value = fault["input"]
+        # Not of containers: they are long, and may hold what should not be repeated.
+        tells = fault["type"] != "value_error" and (value is None or isinstance(value, str | int | float))
+        got = f"; got {value!r:.80}" if tells else ""
         faults.append(f"{where}: {what}{got}" if where else what)
     return " | ".join(faults)
 

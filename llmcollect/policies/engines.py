@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from llmcollect.components import ComponentSpec
-from llmcollect.errors import PolicyError
+from llmcollect.errors import LLMCollectError, PolicyError
 from llmcollect.policies.base import Policy
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class EngineThread:
         engine = self._engines.get(key)
         if engine is None:
             engine = self._engines[key] = Engine(spec.build(), asyncio.Semaphore(concurrency))
-            self.loop.create_task(self._start(key, engine))
+            self.loop.create_task(self._start(key, engine, spec.label))
         engine.users += 1
         try:
             await asyncio.shield(engine.ready)
@@ -125,13 +125,16 @@ class EngineThread:
                 del self._engines[key]
                 await _close(engine)
 
-    async def _start(self, key: str, engine: Engine) -> None:
+    async def _start(self, key: str, engine: Engine, label: str) -> None:
         try:
             await engine.policy.start()
         except BaseException as error:  # noqa: BLE001 - belongs to those who wait
             if self._engines.get(key) is engine:
                 del self._engines[key]
-            engine.ready.set_exception(error if isinstance(error, Exception) else PolicyError(repr(error)))
+            if not isinstance(error, LLMCollectError):
+                cause, error = error, PolicyError(f"policy {label} did not start: {type(error).__name__}: {error}")
+                error.__cause__ = cause
+            engine.ready.set_exception(error)
             engine.ready.exception()  # read: nobody may be waiting any more
         else:
             engine.ready.set_result(None)

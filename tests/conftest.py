@@ -1,0 +1,72 @@
+"""Fixtures: one tiny model and one vLLM engine for the whole session."""
+
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from llmcollect.components import ComponentSpec
+from llmcollect.policies import VLLMPolicy
+from llmcollect.policies.engines import Engine, engine_thread
+from tests import tiny_model
+
+settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("project")
+
+ENGINE_ARGS = {"dtype": "float32", "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 64}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny model."""
+    return tiny_model.make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny: Path) -> Any:
+    """The tiny model's tokenizer, by transformers."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tiny: Path) -> Any:
+    """A constructor of the policy whose engine the `engine` fixture keeps up."""
+    return partial(VLLMPolicy, str(tiny), **ENGINE_ARGS)
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_policy: Any) -> Iterator[Engine]:
+    """The one engine of the session: held by a lease, so that tests that name the same policy share it."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small gains nothing from a second one
+    ready = threading.Event()
+    found: list[Engine] = []
+
+    async def hold() -> None:
+        import asyncio
+
+        async with engine_thread().lease(ComponentSpec.of(tiny_policy), 64) as leased:
+            found.append(leased)
+            ready.set()
+            await asyncio.Event().wait()
+
+    job = engine_thread().submit(hold())
+    while not ready.wait(0.5):
+        if job.outcome.done():
+            job.result()
+    yield found[0]
+    job.cancel()
+    job.wait()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test inherits a root, or a Prefect server, from the shell."""
+    for name in ("LLMCOLLECT_BASE", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
