@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,16 @@ def show(root: str, *, conversations: int = 2, failures: bool = False) -> None:
                 console.print(trajectory.failure["traceback"], markup=False, highlight=False)
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    verbose = "--verbose" in sys.argv
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script.
+
+    Raises:
+        SystemExit: Always, with the exit code.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    verbose = "--verbose" in arguments
     try:
-        app(exit_on_error=False, print_error=False)
+        app(arguments, exit_on_error=False, print_error=False)
         code = 0
     except CycloptsError as error:
         code = _complain(" ".join(str(error).split()), 2)
@@ -129,7 +135,9 @@ def _read_spec(file: Path | None, num_groups: int | None) -> RunSpec:
 
 def _run_flow(spec: RunSpec, root: str) -> dict[str, Any]:
     from llmcollect.display import shard_lines
+    from llmcollect.orphans import own_children
 
+    own_children()
     with shard_lines(Console(stderr=True)):
         from llmcollect.flows.collect import collect as flow
 

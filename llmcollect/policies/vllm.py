@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcollect.errors import PolicyError, PromptTooLongError, SpecError
+from llmcollect.orphans import own_children
 from llmcollect.policies import smollm2
 from llmcollect.quiet import quiet_libraries
 from llmcollect.rendering import ChatRenderer, Conversation, Tools
@@ -22,7 +23,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # models of this size nothing. All of them are the user's to set otherwise.
 _CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
 _CPU_ENGINE_ARGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "block_size": 32}
-_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "DO_NOT_TRACK": "1"}
+# Without VLLM_PLUGINS every installed plugin is imported in each process (TorchRL's, say); ours ends orphans.
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "llmcollect", "DO_NOT_TRACK": "1"}
 
 
 class VLLMPolicy:
@@ -120,6 +122,7 @@ class VLLMPolicy:
 
     def _start(self) -> None:
         _set_defaults(_ENVIRONMENT)
+        own_children()
         if self._model == smollm2.NAME or _is_folder(self._model):
             # Everything is here: nothing should ask a hub for it. Set for this process, as the libraries read it there.
             _set_defaults({"HF_HUB_OFFLINE": "1"})
