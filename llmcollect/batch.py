@@ -195,7 +195,9 @@ class StepBatch:
             values[key] = column if column.dtype == np.bool_ else column.astype(np.int64)
         for name, key in _TIMES.items():
             values[key] = _numpy(selected[name].cast(pa.int64()).fill_null(int(_NO_TIME)))
-        texts = {key: selected[name].to_pylist() for name, key in _TEXTS.items()}
+        texts: dict[tuple[str, ...], list[str | None]] = {
+            key: selected[name].to_pylist() for name, key in _TEXTS.items()
+        }
         return _tensordict(values, texts, len(self))
 
     @classmethod
@@ -309,7 +311,8 @@ def _table(columns: Mapping[str, Any]) -> pa.Table:
 
 
 def _numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    return column.combine_chunks().to_numpy(zero_copy_only=False)
+    array: npt.NDArray[Any] = column.combine_chunks().to_numpy(zero_copy_only=False)
+    return array
 
 
 def _flat(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], _Ints]:

@@ -1,7 +1,7 @@
 """Constructors of envs and policies as data: an import path with keyword arguments.
 
-    functools.partial(ReasoningGymEnv, "gcd", max_value=12)
-      <-> {"target": "llmcollect.envs:ReasoningGymEnv", "kwargs": {"dataset": "gcd", "max_value": 12}}
+functools.partial(ReasoningGymEnv, "gcd", max_value=12)
+  <-> {"target": "llmcollect.envs:ReasoningGymEnv", "kwargs": {"dataset": "gcd", "max_value": 12}}
 """
 
 import functools
@@ -83,7 +83,9 @@ class ComponentSpec(BaseModel):
         try:
             signature.bind(**self.kwargs)
         except TypeError as error:
-            raise SpecError(f"{self.target} does not take these kwargs: {error}; its signature is {signature}") from None
+            raise SpecError(
+                f"{self.target} does not take these kwargs: {error}; its signature is {signature}"
+            ) from None
         return constructor
 
     def build(self) -> Any:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -93,7 +93,7 @@ def _state(shard: ShardProgress) -> str:
 def _samples(run: Run) -> Iterator[StoredTrajectory]:
     """One trajectory an env, a rewarded one if the run has one, then the others in order."""
     best: dict[str, StoredTrajectory] = {}
-    rest = []
+    rest: list[StoredTrajectory] = []
     for trajectory in run.trajectories(include_failed=True):
         held = best.get(trajectory.env)
         if held is None or ((trajectory.reward or 0) > 0 and (held.reward or 0) <= 0):

@@ -14,7 +14,6 @@ A failed trajectory is data, not an error: it is recorded, and the run goes on u
 Messages are one line: what is wrong, where, what to do.
 """
 
-
 import contextlib
 from collections.abc import Iterator
 

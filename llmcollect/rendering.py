@@ -38,7 +38,9 @@ class ChatRenderer:
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Ids of a whole conversation up to where the assistant begins: what `apply_chat_template` gives."""
-        return list(self._renderer.render_ids(_dicts(messages), tools=_dicts_or_none(tools), add_generation_prompt=True))
+        return list(
+            self._renderer.render_ids(_dicts(messages), tools=_dicts_or_none(tools), add_generation_prompt=True)
+        )
 
     def extend(
         self, prompt_ids: list[int], response_ids: Sequence[int], messages: Sequence[Message], tools: Tools = None
@@ -51,7 +53,9 @@ class ChatRenderer:
             messages: What the env answered.
         """
         response = list(response_ids)
-        bridged = self._renderer.bridge_to_next_turn(prompt_ids, response, _dicts(messages), tools=_dicts_or_none(tools))
+        bridged = self._renderer.bridge_to_next_turn(
+            prompt_ids, response, _dicts(messages), tools=_dicts_or_none(tools)
+        )
         if bridged is not None:
             seen = prompt_ids + response
             ids = list(bridged.token_ids)

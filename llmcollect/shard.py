@@ -99,8 +99,10 @@ async def _collect_missing(
     own_bound = admission is None
     bound = admission or Admission(max_open(spec))
     done = frozenset(writer.done) if writer else frozenset()
-    append = writer.append if writer else partial(
-        trajectories_to_table, run=uuid.uuid4().hex[:16], shard=shard, writer=uuid.uuid4().hex[:16]
+    append = (
+        writer.append
+        if writer
+        else partial(trajectories_to_table, run=uuid.uuid4().hex[:16], shard=shard, writer=uuid.uuid4().hex[:16])
     )
 
     async def taken(trajectories: Sequence[Trajectory], table: pa.Table | None) -> None:
@@ -134,7 +136,10 @@ async def _collect_missing(
         async with asyncio.TaskGroup() as life:
             writing = life.create_task(committer.run())
             try:
-                async with engine_thread().lease(policy, spec.limits.concurrency) as engine, asyncio.TaskGroup() as all_:
+                async with (
+                    engine_thread().lease(policy, spec.limits.concurrency) as engine,
+                    asyncio.TaskGroup() as trajectories,
+                ):
                     progress.start()
                     for group in plan_groups(spec, shard):
                         missing = [plan for plan in group.trajectories if plan.trajectory not in done]
@@ -142,7 +147,7 @@ async def _collect_missing(
                             await bound.admit(len(missing))
                             running += len(missing)
                             for plan in missing:
-                                all_.create_task(collect_one(plan, engine))
+                                trajectories.create_task(collect_one(plan, engine))
             finally:
                 committer.close()
                 await asyncio.wait([writing])
@@ -165,8 +170,8 @@ class FailureRate:
         """
         self._last.append(trajectory.failed)
         failed = sum(self._last)
-        if len(self._last) >= _FAILURE_GRACE and failed > self._limit * len(self._last):
-            why = json.loads(trajectory.steps[-1].failure) if trajectory.failed else {}
+        if trajectory.failed and len(self._last) >= _FAILURE_GRACE and failed > self._limit * len(self._last):
+            why = json.loads(trajectory.steps[-1].failure or "{}")
             raise RunFailedError(
                 f"{failed} of the last {len(self._last)} trajectories failed, more than max_failure_rate="
                 f"{self._limit:g} allows; the last one in {trajectory.env}: {why.get('type')}: {why.get('message')}"

@@ -19,7 +19,7 @@ _PADDED: dict[tuple[str, str], int | float | bool] = {
 }
 
 
-class StepTensorDict(TensorDict):
+class StepTensorDict(TensorDict):  # type: ignore[misc]  # tensordict is Any to mypy
     """A TensorDict whose padded keys may differ in width: `torch.cat` and `torch.stack` widen them first.
 
     Two batches of one collector are padded to the longest row of each, so their widths differ. Indexing, slicing,
@@ -40,7 +40,7 @@ class StepTensorDict(TensorDict):
 
 
 def _widened(batches: Sequence[TensorDict]) -> list[TensorDict]:
-    """Copies of the batches in which each padded key has the width of the widest; one whose width fits is not copied."""
+    """The batches with each padded key as wide as in the widest of them; one that fits already is not copied."""
     widths = {key: max((b[key].shape[-1] for b in batches if key in b), default=0) for key in _PADDED}
     return [_widen(batch, widths) for batch in batches]
 

@@ -44,7 +44,12 @@ class BytePolicy:
     closed = 0
 
     def __init__(
-        self, tokens: int = 8, delay_s: float = 0.0, context: int = 100_000, fault: str | None = None, name: str = "byte"
+        self,
+        tokens: int = 8,
+        delay_s: float = 0.0,
+        context: int = 100_000,
+        fault: str | None = None,
+        name: str = "byte",
     ) -> None:
         self._tokens, self._delay_s, self._context, self._fault, self._name = tokens, delay_s, context, fault, name
         self.in_flight = 0

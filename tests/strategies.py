@@ -24,9 +24,7 @@ def steps(draw: st.DrawFn, number: int) -> Step:
         prompt_ids=draw(ids.filter(bool)),
         context_reset=number > 0 and draw(st.booleans()),
         response_ids=response,
-        response_logprobs=draw(
-            st.none() | st.lists(floats, min_size=len(response), max_size=len(response))
-        ),
+        response_logprobs=draw(st.none() | st.lists(floats, min_size=len(response), max_size=len(response))),
         policy_versions=spans,
         messages="[]",
         response_text=draw(texts),

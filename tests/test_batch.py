@@ -126,7 +126,7 @@ def test_failed_trajectories_can_be_left_out(trajectories: list[Trajectory]) -> 
     assert kept["trajectory"].to_pylist() == expected
 
 
-@pytest.fixture()
+@pytest.fixture
 def batch() -> StepTensorDict:
     def trajectory(number: int, turns: int) -> Trajectory:
         steps = [

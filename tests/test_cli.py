@@ -18,6 +18,7 @@ from llmcollect.cli import main
 from tests.conftest import ENGINE_ARGS
 
 ENV = {"target": "llmcollect.envs:ReasoningGymEnv", "kwargs": {"dataset": "gcd"}, "name": "gcd"}
+VLLM = "llmcollect.policies:VLLMPolicy"
 FAKE = {"target": "tests.fakes:BytePolicy"}
 
 
@@ -73,7 +74,7 @@ def test_collect_prints_a_table_conversations_and_how_to_read_on(tmp_path: Path)
 @pytest.mark.timeout(400)
 def test_a_killed_run_is_completed_and_nothing_is_twice(tmp_path: Path, tiny: Path) -> None:
     """kill -9 in the middle, with the real engine; then the same command again."""
-    policy = {"target": "llmcollect.policies:VLLMPolicy", "kwargs": {"model": str(tiny), **ENGINE_ARGS}}
+    policy = {"target": VLLM, "kwargs": {"model": str(tiny), **ENGINE_ARGS}}
     file = spec_file(
         tmp_path,
         policy,
@@ -121,7 +122,11 @@ def main_exit(arguments: list[str], code: int) -> None:
         ({"envs": [{**ENV, "kwargs": {"dataset": "gcd", "max_valu": 1}}]}, 2, "max_valu"),
         ({"envs": [{"target": "tests.fakes:CountEnv", "kwargs": {"x": 1}}]}, 2, "unexpected keyword argument 'x'"),
         ({"envs": [{"target": "tests.fakes:FaultyEnv", "kwargs": {"fault": "constructor"}}]}, 1, "no dataset here"),
-        ({"policies": [{"target": "llmcollect.policies:VLLMPolicy", "kwargs": {"model": "/no/model"}}]}, 2, "/no/model"),
+        (
+            {"policies": [{"target": VLLM, "kwargs": {"model": "/no/model"}}]},
+            2,
+            "/no/model",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_an_exit_code(

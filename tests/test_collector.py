@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmcollect import Limits, LLMCollector, StepBatch, open_run
-from llmcollect.errors import EnvError, RunMismatchError, SpecError
+from llmcollect.errors import EnvError, RunFailedError, RunMismatchError, SpecError
 from tests.fakes import AsyncCountEnv, BytePolicy, CountEnv, FaultyEnv
 
 ENV = partial(CountEnv, 3)
@@ -74,7 +74,9 @@ def test_a_loop_that_was_left_goes_on_where_it_stopped() -> None:
         if len(first) == 2:
             break
     whole = torch.cat([*first, *collecting])
-    assert len(set(zip(whole["collector", "traj_ids"].tolist(), whole["collector", "step"].tolist(), strict=True))) == 48
+    assert (
+        len(set(zip(whole["collector", "traj_ids"].tolist(), whole["collector", "step"].tolist(), strict=True))) == 48
+    )
     with pytest.raises(StopIteration):
         next(collecting)
 
@@ -106,9 +108,15 @@ def test_what_ends_the_collection_is_raised_after_the_rows_before_it() -> None:
         steps_per_batch=1,
         limits=Limits(max_failure_rate=0.2, max_attempts=1),
     )
-    with pytest.raises(Exception, match="max_failure_rate"):
+    envs = set()
+
+    def consume() -> None:
         for batch in collecting:
-            assert batch["collector", "env"][0] == "CountEnv"
+            envs.update(batch["collector", "env"])
+
+    with pytest.raises(RunFailedError, match="max_failure_rate"):
+        consume()
+    assert envs == {"CountEnv"}
 
 
 def test_lists_of_envs_and_policies_are_spread(tmp_path: Path) -> None:

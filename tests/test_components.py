@@ -50,5 +50,5 @@ def test_what_cannot_be_built_is_named(source: object, words: str) -> None:
 def test_what_cannot_be_written_down_says_what_to_do(source: object) -> None:
     made = ComponentSpec.of(source)
     assert callable(made.constructor())
-    with pytest.raises(SpecError, match="define a class or function|let the constructor make"):
+    with pytest.raises(SpecError, match=r"define a class or function|let the constructor make"):
         made.require_stable("a run with a root")

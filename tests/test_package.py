@@ -1,6 +1,7 @@
 """The surface: exported names, what an import costs, and the wheel outside of the repository."""
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -29,7 +30,9 @@ def test_exported_names_exist() -> None:
 
 
 def test_imports_are_light() -> None:
-    heavy = "[m for m in ('torch', 'tensordict', 'vllm', 'prefect', 'ray', 'torchrl', 'transformers') if m in sys.modules]"
+    heavy = (
+        "[m for m in ('torch', 'tensordict', 'vllm', 'prefect', 'ray', 'torchrl', 'transformers') if m in sys.modules]"
+    )
     assert python(f"import sys, llmcollect; print({heavy})") == "[]"
     assert python(f"import sys; from llmcollect import LLMCollector, open_run, RunSpec; print({heavy})") == "[]"
     python("import llmcollect")
@@ -59,7 +62,10 @@ def test_imports_run_one_way() -> None:
     ]
     files = [*REPO.glob("llmcollect/**/*.py"), *REPO.glob("flows/*.py"), *REPO.glob("tasks/*.py")]
     for file in files:
-        room = next((part.removesuffix(".py") for part in file.relative_to(REPO).parts if part.removesuffix(".py") in order), None)
+        room = next(
+            (part.removesuffix(".py") for part in file.relative_to(REPO).parts if part.removesuffix(".py") in order),
+            None,
+        )
         if room is None:
             continue
         for imported in re.findall(r"^ *from llmcollect\.(\w+)", file.read_text(), re.MULTILINE):
@@ -71,7 +77,12 @@ def test_imports_run_one_way() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_works_outside_of_the_repository(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPO)]
+    source = tmp_path / "source"
+    for name in ("llmcollect", "flows", "tasks"):
+        shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(REPO / name, source)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"

@@ -174,7 +174,11 @@ def test_too_many_failures_stop_the_run_and_lose_nothing(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        ({"env": "FaultyEnv", "env_kwargs": {"fault": "constructor"}}, EnvError, "could not be made: OSError: no dataset"),
+        (
+            {"env": "FaultyEnv", "env_kwargs": {"fault": "constructor"}},
+            EnvError,
+            "could not be made: OSError: no dataset",
+        ),
         ({"env": "not_an_env"}, EnvError, "without a reset"),
         ({"policy": {"fault": "start"}}, LLMCollectError, "no such weights"),
     ],
@@ -193,9 +197,7 @@ def test_what_no_trajectory_can_survive_ends_the_shard(
         ("raise", ConnectionError, "engine says no"),
     ],
 )
-def test_a_policy_that_breaks_its_protocol_fails_the_trajectory(
-    fault: str, error: type[Exception], words: str
-) -> None:
+def test_a_policy_that_breaks_its_protocol_fails_the_trajectory(fault: str, error: type[Exception], words: str) -> None:
     progress, rows = collect(spec(policy={"fault": fault}, num_groups=2, limits={"max_attempts": 1}))
     assert progress.failed == 4
     failure = json.loads(rows[0]["failure"])
@@ -242,7 +244,12 @@ def test_conversation_limits_truncate(change: dict[str, Any], steps: int, reason
 def test_odd_info_and_nan_rewards_are_kept() -> None:
     _, rows = collect(spec("OddInfoEnv", num_groups=1))
     info = json.loads(rows[0]["info"])
-    assert (info["score"], info["array"], info["raw"], info["text"]) == (0.5, [0, 1, 2], {"base64": "AP8="}, "\ud800\x00")
+    assert (info["score"], info["array"], info["raw"], info["text"]) == (
+        0.5,
+        [0, 1, 2],
+        {"base64": "AP8="},
+        "\ud800\x00",
+    )
     assert info["5"]["type"] == "builtins.object"
     assert rows[0]["reward"] != rows[0]["reward"]
 

@@ -1,4 +1,4 @@
-"""A Llama of 115 thousand random parameters with a byte tokenizer: made in a second, loaded by vLLM and transformers."""
+"""A Llama of 115 thousand random parameters with a byte tokenizer: made in a second, loaded like any other model."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
 """The local backend: shards on the engine thread, their rows handed over in memory.
 
-    collect_shard (engine thread) -> emit -> [tables] -> get (consumer's thread) -> release room
+collect_shard (engine thread) -> emit -> [tables] -> get (consumer's thread) -> release room
 """
 
 import asyncio

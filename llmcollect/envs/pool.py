@@ -1,7 +1,7 @@
 """EnvPool: makes the instances of one env, lends them to trajectories, and keeps their blocking calls off the loop.
 
-    borrow -> EnvHandle -> reset, step, ... -> give_back   (reused)
-                                            -> discard     (after a failure: never reused)
+borrow -> EnvHandle -> reset, step, ... -> give_back   (reused)
+                                        -> discard     (after a failure: never reused)
 """
 
 import asyncio

@@ -94,17 +94,14 @@ class VLLMPolicy:
                 f"the prompt has {len(prompt_ids)} tokens and the model's context holds {self.max_context}: "
                 f"raise max_model_len, or shorten what the env says"
             )
-        output = None
+        params = _sampling_params(sampling, seed, self._end_ids)
         try:
-            async for output in self._engine.generate(
-                {"prompt_token_ids": prompt_ids}, _sampling_params(sampling, seed, self._end_ids), request_id
-            ):
-                pass
+            outputs = [out async for out in self._engine.generate({"prompt_token_ids": prompt_ids}, params, request_id)]
         except VLLMError as error:
             raise PolicyError(f"vLLM: {type(error).__name__}: {_one_line(error)}") from error
-        if output is None or output.outputs[0].finish_reason == "abort":
+        if not outputs or outputs[-1].outputs[0].finish_reason == "abort":
             raise PolicyError("vLLM aborted the request")
-        sampled = output.outputs[0]
+        sampled = outputs[-1].outputs[0]
         token_ids = list(sampled.token_ids)
         return Generation(
             token_ids=token_ids,
@@ -116,9 +113,15 @@ class VLLMPolicy:
 
     async def close(self) -> None:
         """End the engine's processes."""
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.shutdown)
-            self._engine = None
+        if self._engine is None:
+            return
+        # vLLM stops listening only after the process has ended, and reports that end as a death.
+        listening = self._engine.output_handler
+        if listening is not None:
+            listening.cancel()
+            await asyncio.wait([listening])
+        await asyncio.to_thread(self._engine.shutdown)
+        self._engine = None
 
     def _start(self) -> None:
         _set_defaults(_ENVIRONMENT)

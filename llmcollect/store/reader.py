@@ -197,7 +197,8 @@ def _conversation(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         messages += json.loads(row["messages"] or "[]")
         if row["response_text"] is not None:
             messages.append({"role": "assistant", "content": row["response_text"]})
-    return messages + json.loads(rows[-1]["observation"] or "[]")
+    messages += json.loads(rows[-1]["observation"] or "[]")
+    return messages
 
 
 def _contexts(rows: list[dict[str, Any]]) -> list[TokenContext]:

@@ -5,7 +5,6 @@ well; if it is another's, drop the trajectories that it holds from what is pendi
 of a trajectory wins, and every trajectory is in the store once.
 """
 
-import time
 import uuid
 from collections.abc import Sequence
 
@@ -15,7 +14,6 @@ import pyarrow.parquet as pq
 
 from llmcollect.batch import trajectories_to_table
 from llmcollect.run import RunSpec
-from llmcollect.schema import STEP_SCHEMA
 from llmcollect.store import layout
 from llmcollect.store.files import Files
 from llmcollect.store.reader import read_commit_record
@@ -114,8 +112,6 @@ class ShardWriter:
             num_groups=self._spec.num_groups,
             limits=self._spec.limits.model_dump(),
         )
-
-
 
 
 def _encode(table: pa.Table, record: CommitRecord) -> bytes:
