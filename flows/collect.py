@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import llmcollect.prefect_defaults  # noqa: F401  isort: skip - sets what prefect reads at its import
-from llmcollect.tasks.generate import generate_shard
 from prefect import flow, get_run_logger
 from prefect.artifacts import acreate_markdown_artifact
 from prefect.runtime import deployment, flow_run
@@ -25,6 +24,7 @@ from llmcollect.run import RunSpec
 from llmcollect.settings import Settings
 from llmcollect.store.reader import open_run
 from llmcollect.summary import markdown, summarise
+from llmcollect.tasks.generate import generate_shard
 
 
 @flow(name="collect")
