@@ -13,6 +13,7 @@ from llmcollect.errors import SpecError
 from llmcollect.preflight import check_components, open_root
 from llmcollect.progress import ShardProgress
 from llmcollect.run import Limits, RunSpec, Sampling, explain
+from llmcollect.streaming import Queue, ReplayBuffer, Stream
 
 if TYPE_CHECKING:
     from llmcollect.tensors import StepTensorDict
@@ -25,6 +26,7 @@ class LLMCollector:
 
         for batch in collector: ...     # a TensorDict of `steps_per_batch` rows, one a step
         batch = next(collector)
+        collector.start(replay_buffer=rb)    or    collector.start(queue=q)
 
     The collection begins with the first `next` and goes on in the background, as far ahead as `limits` allow. The
     iterator is the collector itself: a loop that was left goes on where it stopped. It ends when the run is complete;
@@ -87,6 +89,7 @@ class LLMCollector:
         self._backend: LocalBackend | None = None
         self._held: list[StepBatch] = []
         self._closed = False
+        self._stream: Stream | None = None
 
     def __iter__(self) -> Iterator["StepTensorDict"]:
         return self
@@ -98,6 +101,11 @@ class LLMCollector:
             StopIteration: The run is complete, or the collector is closed.
             LLMCollectError: What ended the collection; rows that came before it were yielded.
         """
+        if self._stream is not None and self._stream.is_running():
+            raise SpecError("this collector streams in the background since start(): read from its sink, or stop() it")
+        return self._next_batch()
+
+    def _next_batch(self) -> "StepTensorDict":
         while sum(map(len, self._held)) < self._steps_per_batch and not self._closed:
             if self._backend is None:
                 self._backend = LocalBackend(self.spec, self._root)
@@ -111,6 +119,49 @@ class LLMCollector:
             raise StopIteration
         self._held = [rows[self._steps_per_batch :]]
         return rows[: self._steps_per_batch].to_tensordict()
+
+    def start(self, *, replay_buffer: ReplayBuffer | None = None, queue: Queue | None = None) -> None:
+        """Stream batches in the background, and return at once.
+
+        A full queue blocks the collection and nothing is dropped; the last item on a queue is an `EndOfRun`, with the
+        error if there was one.
+
+        Args:
+            replay_buffer: Its `extend` is called with each batch.
+            queue: A `queue.Queue` or `multiprocessing.Queue`; each batch is put on it.
+
+        Raises:
+            SpecError: Not exactly one of them is given, or it streams already.
+        """
+        if self.is_running():
+            raise SpecError("this collector streams already: stop() it first")
+        self._stream = Stream(iter(self._next_batch_or_none, None), replay_buffer, queue)
+
+    def is_running(self) -> bool:
+        """Whether a stream that `start` began goes on."""
+        return self._stream is not None and self._stream.is_running()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the stream that `start` began has ended.
+
+        Raises:
+            TimeoutError: It has not ended in `timeout` seconds.
+            LLMCollectError: What ended the collection, or whatever the sink raised.
+        """
+        if self._stream is not None:
+            self._stream.join(timeout)
+
+    def stop(self) -> None:
+        """End the stream that `start` began, and close the collector."""
+        if self._stream is not None:
+            self._stream.stop()
+        self.close()
+
+    def _next_batch_or_none(self) -> "StepTensorDict | None":
+        try:
+            return self._next_batch()
+        except StopIteration:
+            return None
 
     def progress(self) -> list[ShardProgress]:
         """Counters of each shard; empty before the first batch was asked for."""

@@ -30,6 +30,7 @@ class LocalBackend:
         self._admission = Admission(max_open(spec))
         self._tables: deque[tuple[pa.Table, int]] = deque()
         self._arrived = asyncio.Event()
+        self._stopped = False
         self._job: Job[None] = self._thread.submit(self._run())
 
     def get(self) -> pa.Table | None:
@@ -42,6 +43,7 @@ class LocalBackend:
 
     def stop(self) -> None:
         """Give up what is in flight; what has finished is committed. Blocks until engines and envs are free."""
+        self._stopped = True
         self._job.cancel()
         self._job.wait()
 
@@ -70,7 +72,8 @@ class LocalBackend:
     async def _get(self) -> pa.Table | None:
         while not self._tables:
             if self._job.outcome.done():
-                self._job.outcome.result()
+                if not self._stopped:
+                    self._job.outcome.result()
                 return None
             self._arrived.clear()
             if not self._job.outcome.done():

@@ -104,6 +104,15 @@ def test_a_prompt_longer_than_the_context_fails_alone(tiny_policy: Any, tmp_path
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("engine")
+def test_many_long_prompts_at_once_do_not_end_the_engine(tiny_policy: Any) -> None:
+    """64 seeded requests with more prompt tokens than one step of the engine takes."""
+    env = partial(CountEnv, 1, text="a long question " * 25)
+    batches = list(collector(tiny_policy, env=env, num_groups=128, group_size=1, sampling=Sampling(max_tokens=4)))
+    assert sum(len(batch) for batch in batches) == 128
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("engine")
 def test_a_stop_string_ends_a_response(tiny_policy: Any) -> None:
     sampling = Sampling(max_tokens=200, temperature=1.5, stop=("a", "e", "i", "o", "u"))
     batch = torch.cat(list(collector(tiny_policy, env=partial(CountEnv, 1), num_groups=16, sampling=sampling)))

@@ -1,0 +1,105 @@
+"""Streaming a collector's batches into a queue or a replay buffer, in a thread of its own.
+
+    next(collector) -> sink(batch) -> ... -> sink(EndOfRun) for a queue
+
+The thread waits for batches and for room in the sink; `stop` unblocks both. What ends it early is kept and raised by
+`join`, and travels on the end marker, so that no consumer waits for a producer that is dead.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from llmcollect.errors import SpecError
+
+_PATIENCE_S = 0.5  # how soon a stop is seen by who waits for a full queue
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfRun:
+    """The last item on a queue: nothing follows.
+
+    Attributes:
+        error: What ended the collection; None if the run is complete or was stopped.
+    """
+
+    error: BaseException | None = None
+
+
+class ReplayBuffer(Protocol):
+    """Anything that batches can be added to, TorchRL's replay buffers among them."""
+
+    def extend(self, batch: Any) -> Any:
+        """Add the rows of a batch."""
+        ...
+
+
+class Queue(Protocol):
+    """`queue.Queue`, `multiprocessing.Queue` and what behaves like them."""
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Add an item; `queue.Full` if there was no room within the time."""
+        ...
+
+
+class Stream:
+    """One background stream. Made by `LLMCollector.start`."""
+
+    def __init__(self, batches: Iterator[Any], replay_buffer: ReplayBuffer | None, queue: Queue | None) -> None:
+        if (replay_buffer is None) == (queue is None):
+            raise SpecError("start() streams into either a replay_buffer or a queue: pass one of them")
+        for sink, method in ((replay_buffer, "extend"), (queue, "put")):
+            if sink is not None and not callable(getattr(sink, method, None)):
+                raise SpecError(f"start() needs an object with {method}(); got {type(sink).__name__}")
+        self._batches = batches
+        self._deliver: Callable[[Any], Any] = self._put if replay_buffer is None else replay_buffer.extend
+        self._queue = queue
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="llmcollect stream", daemon=True)
+        self._thread.start()
+
+    def is_running(self) -> bool:
+        """Whether more may come."""
+        return self._thread.is_alive()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end.
+
+        Raises:
+            TimeoutError: It has not come in time.
+            LLMCollectError: What ended the collection, or whatever the sink raised.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the collection still runs after {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Deliver no further batch. Does not wait."""
+        self._stopped.set()
+
+    def _work(self) -> None:
+        try:
+            for batch in self._batches:
+                if self._stopped.is_set():
+                    break
+                self._deliver(batch)
+        except BaseException as error:  # noqa: BLE001 - raised by join()
+            self._error = error
+        if self._queue is not None:
+            self._put(EndOfRun(self._error))
+
+    def _put(self, item: Any) -> None:
+        """Wait for room, but not for ever once stopped."""
+        assert self._queue is not None
+        while True:
+            try:
+                self._queue.put(item, timeout=_PATIENCE_S)
+                return
+            except queue.Full:
+                if self._stopped.is_set():
+                    return

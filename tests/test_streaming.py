@@ -1,0 +1,108 @@
+"""Into a queue or a buffer: everything once, back-pressure instead of loss, and no silent death."""
+
+import queue
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from llmcollect import Limits, LLMCollector
+from llmcollect.errors import RunFailedError, SpecError
+from llmcollect.streaming import EndOfRun
+from tests.fakes import AsyncCountEnv, BytePolicy, FaultyEnv
+
+
+def collector(**changes: Any) -> LLMCollector:
+    arguments: dict[str, Any] = {
+        "env": partial(AsyncCountEnv, 1),
+        "policy": BytePolicy,
+        "steps_per_batch": 10,
+        "num_groups": 55,
+    }
+    return LLMCollector(**(arguments | changes))
+
+
+class ListBuffer:
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def extend(self, batch: Any) -> None:
+        self.batches.append(batch)
+
+
+def test_a_buffer_gets_every_row_once() -> None:
+    buffer = ListBuffer()
+    collecting = collector()
+    collecting.start(replay_buffer=buffer)
+    collecting.join(30)
+    assert sorted(torch.cat(buffer.batches)["collector", "traj_ids"].tolist()) == list(range(55))
+    assert not collecting.is_running()
+
+
+def test_a_full_queue_blocks_and_drops_nothing() -> None:
+    sink: queue.Queue[Any] = queue.Queue(maxsize=1)
+    collecting = collector(limits=Limits(max_open_trajectories=10))
+    collecting.start(queue=sink)
+    time.sleep(0.5)
+    assert collecting.is_running()
+    rows = []
+    while not isinstance(item := sink.get(timeout=10), EndOfRun):
+        rows += item["collector", "traj_ids"].tolist()
+    assert sorted(rows) == list(range(55))
+    assert item.error is None
+    collecting.join(5)
+
+
+def test_what_ends_the_collection_reaches_queue_and_join() -> None:
+    sink: queue.Queue[Any] = queue.Queue()
+    collecting = collector(env=partial(FaultyEnv, "step"), limits=Limits(max_attempts=1))
+    collecting.start(queue=sink)
+    assert isinstance(sink.get(timeout=20).error, RunFailedError)
+    with pytest.raises(RunFailedError):
+        collecting.join(5)
+
+
+def test_what_a_buffer_raises_is_raised_by_join() -> None:
+    class Broken:
+        def extend(self, batch: Any) -> None:
+            raise OverflowError("full")
+
+    collecting = collector()
+    collecting.start(replay_buffer=Broken())
+    with pytest.raises(OverflowError, match="full"):
+        collecting.join(20)
+    collecting.close()
+
+
+def test_stop_ends_a_stream_that_waits_for_room() -> None:
+    sink: queue.Queue[Any] = queue.Queue(maxsize=1)
+    closed = BytePolicy.closed
+    collecting = collector(num_groups=None, policy=partial(BytePolicy, name="stopped"))
+    collecting.start(queue=sink)
+    while not sink.full():
+        time.sleep(0.01)
+    collecting.stop()
+    collecting.join(10)
+    assert BytePolicy.closed == closed + 1
+
+
+def test_a_stream_has_one_reader_and_one_sink() -> None:
+    collecting = collector(num_groups=None)
+    with pytest.raises(SpecError, match="one of them"):
+        collecting.start()
+    with pytest.raises(SpecError, match=r"extend\(\); got _List"):
+        collecting.start(replay_buffer=_List())
+    collecting.start(queue=queue.Queue(1))
+    with pytest.raises(SpecError, match="streams already"):
+        collecting.start(queue=queue.Queue(1))
+    with pytest.raises(SpecError, match="in the background"):
+        next(collecting)
+    with pytest.raises(TimeoutError):
+        collecting.join(0.1)
+    collecting.stop()
+
+
+class _List:
+    """Has no extend()."""
