@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 the run failed; 2 something was asked for that cannot be; 
 import asyncio
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def collect(
     stored = open_run(root)
     _print_run(console, stored, root, conversations=2)
     if counts["trajectories"] and counts["failed"] == counts["trajectories"]:
-        raise RunFailedError(f"every trajectory failed; llmcollect show {root} --failures shows why")
+        raise RunFailedError(f"every trajectory failed; {_own_command()} show {root} --failures shows why")
 
 
 @app.command
@@ -150,7 +151,16 @@ def _print_run(console: Console, stored: Any, root: str, conversations: int) -> 
 
     print_summary(console, summarise(stored), f"run {stored.record.run} in {root}")
     print_conversations(console, stored, conversations)
-    console.print(f"\nRead it again:  llmcollect show {root}", highlight=False)
+    console.print(f"\nRead it again:  {_own_command()} show {root}", highlight=False)
+
+
+def _own_command() -> str:
+    """How to call this program again from here: by name if it is on the path, else by its place."""
+    program = Path(sys.argv[0])
+    if program.name != "llmcollect":
+        return "python -m llmcollect.cli"
+    found = shutil.which("llmcollect")
+    return "llmcollect" if found and Path(found).samefile(program) else os.path.relpath(program)
 
 
 if __name__ == "__main__":

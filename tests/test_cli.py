@@ -62,7 +62,7 @@ def test_collect_prints_a_table_conversations_and_how_to_read_on(tmp_path: Path)
     table = next(line for line in out.splitlines() if line.split()[:1] == ["gcd"])
     assert table.split()[1:4] == ["32", "32", "256"]
     assert out.count("Find the Greatest Common Divisor") == 2
-    assert f"llmcollect show {root}" in out
+    assert f"python -m llmcollect.cli show {root}" in out
     assert "shard 0" in err
     for chatter in ("Warning", "INFO", "uvicorn", "Traceback"):
         assert chatter not in err + out
