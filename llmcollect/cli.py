@@ -11,13 +11,17 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cyclopts import App, CycloptsError
 from rich.console import Console
 
 from llmcollect.errors import LLMCollectError, RunFailedError, SpecError
 from llmcollect.run import RunSpec
+
+if TYPE_CHECKING:
+    from llmcollect.store.reader import Run
+    from llmcollect.summary import EnvSummary
 
 app = App(name="llmcollect", help="Collect LLM rollouts, and look at them.", help_format="plaintext")
 
@@ -44,12 +48,18 @@ def collect(
 
     _set_verbosity(verbose)
     spec = _read_spec(run, num_groups)
+    if spec.num_groups is None:
+        raise SpecError("the run has no num_groups: without end, LLMCollector collects in Python")
     open_root(spec, root)  # says what is wrong before anything slow begins
-    counts = _run_flow(spec, root)
     console = Console()
-    stored = open_run(root)
-    _print_run(console, stored, root, conversations=2)
-    if counts["trajectories"] and counts["failed"] == counts["trajectories"]:
+    if open_run(root).holds(spec.num_groups):
+        console.print(
+            "The run is complete: nothing to collect. Another --root, or a larger --num-groups, makes more.\n"
+        )
+    else:
+        _run_flow(spec, root)
+    total = _print_run(console, open_run(root), root, conversations=2)
+    if total.trajectories and total.failed == total.trajectories:
         raise RunFailedError(f"every trajectory failed; {_own_command()} show {root} --failures shows why")
 
 
@@ -134,7 +144,7 @@ def _read_spec(file: Path | None, num_groups: int | None) -> RunSpec:
     return RunSpec.parse(data)
 
 
-def _run_flow(spec: RunSpec, root: str) -> dict[str, Any]:
+def _run_flow(spec: RunSpec, root: str) -> None:
     from llmcollect.display import shard_lines
     from llmcollect.orphans import own_children
 
@@ -142,16 +152,18 @@ def _run_flow(spec: RunSpec, root: str) -> dict[str, Any]:
     with shard_lines(Console(stderr=True)):
         from llmcollect.flows.collect import collect as flow
 
-        return asyncio.run(flow(spec, root))
+        asyncio.run(flow(spec, root))
 
 
-def _print_run(console: Console, stored: Any, root: str, conversations: int) -> None:
+def _print_run(console: Console, stored: "Run", root: str, conversations: int) -> "EnvSummary":
     from llmcollect.display import print_conversations, print_summary
     from llmcollect.summary import summarise
 
-    print_summary(console, summarise(stored), f"run {stored.record.run} in {root}")
+    summaries = summarise(stored)
+    print_summary(console, summaries, f"run {stored.record.run} in {root}")
     print_conversations(console, stored, conversations)
-    console.print(f"\nRead it again:  {_own_command()} show {root}", highlight=False)
+    console.print(f"\nRead it again:  {_own_command()} show {root}", highlight=False, soft_wrap=True)
+    return summaries[-1]
 
 
 def _own_command() -> str:

@@ -66,6 +66,10 @@ def test_collect_prints_a_table_conversations_and_how_to_read_on(tmp_path: Path)
     assert "shard 0" in err
     for chatter in ("Warning", "INFO", "uvicorn", "Traceback"):
         assert chatter not in err + out
+    again = llmcollect("collect", "--run", spec_file(tmp_path), "--root", str(root), home=tmp_path)
+    out, err = again.communicate(timeout=60)
+    assert "The run is complete" in out
+    assert err == "", "no server, no engine"
     main_exit(["show", str(root), "--conversations", "0"], 0)
 
 
@@ -118,6 +122,7 @@ def main_exit(arguments: list[str], code: int) -> None:
     [
         ({"num_groups": 0}, 2, "num_groups"),
         ({"num_gruops": 1}, 2, "num_gruops"),
+        ({"num_groups": None}, 2, "has no num_groups"),
         ({"envs": [{"target": "llmcollect.envs:Missing"}]}, 2, "has no 'Missing'"),
         ({"envs": [{**ENV, "kwargs": {"dataset": "gcd", "max_valu": 1}}]}, 2, "max_valu"),
         ({"envs": [{"target": "tests.fakes:CountEnv", "kwargs": {"x": 1}}]}, 2, "unexpected keyword argument 'x'"),

@@ -116,6 +116,11 @@ class Run:
         """All rows as a pandas DataFrame, in memory."""
         return self.to_arrow(include_failed).to_pandas()
 
+    def holds(self, num_groups: int) -> bool:
+        """Whether every trajectory of a run of this size is in the store."""
+        found = sum(len(record.trajectories) for record in self.commits())
+        return found >= num_groups * self.spec.group_size
+
     @property
     def num_groups(self) -> int | None:
         """Size of the run as the last writer knew it: it may have grown since `run.json` was written."""
