@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
+import psutil
 
 REPO = Path(__file__).resolve().parents[1]
 STATE = REPO / ".deployment"
@@ -35,43 +36,6 @@ START_TIMEOUT_S = 180.0  # a server with a new database took 26 to 34 s on two b
 STOP_TIMEOUT_S = 10.0
 
 
-class Process(NamedTuple):
-    pid: int
-    parent: int
-    group: int
-    started: str  # with the pid it names a process for good: pids are reused, pairs are not
-
-
-def processes() -> dict[int, Process]:
-    """All processes but zombies, by pid."""
-    if not Path("/proc/self/stat").exists():
-        sys.exit("error: this script keeps track of processes through /proc, which this system does not have")
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()  # a name may hold spaces and brackets
-        except OSError:  # ended meanwhile
-            continue
-        if fields[0] != "Z":
-            pid = int(stat.parent.name)
-            found[pid] = Process(pid, int(fields[1]), int(fields[2]), fields[19])
-    return found
-
-
-def family(leader: Process) -> set[Process]:
-    """The leader, its descendants, and its process group: an orphan keeps its group, a new group keeps its parent."""
-    table = processes()
-    pids = {leader.pid}
-    while more := {p.pid for p in table.values() if p.parent in pids or p.group == leader.pid} - pids:
-        pids |= more
-    return {table[pid] for pid in pids if pid in table}
-
-
-def alive(members: set[Process]) -> set[Process]:
-    table = processes()
-    return {p for p in members if p.pid in table and table[p.pid].started == p.started}
-
-
 def recorded() -> dict[str, Any]:
     """What `start` wrote: the URL of the API; pid and start time of server and worker."""
     return json.loads(PIDS.read_text()) if PIDS.exists() else {}
@@ -81,10 +45,13 @@ def record(**news: Any) -> None:
     PIDS.write_text(json.dumps(recorded() | news, indent=2) + "\n")
 
 
-def running(name: str) -> Process | None:
-    entry = recorded().get(name, {"pid": 0, "started": ""})
-    process = processes().get(entry["pid"])
-    return process if process and process.started == entry["started"] else None
+def running(name: str) -> psutil.Process | None:
+    """The recorded process, if it lives: a pid may have been given to another one, which started at another time."""
+    entry = recorded().get(name)
+    with suppress(psutil.NoSuchProcess):
+        if entry and (process := psutil.Process(entry["pid"])).create_time() == entry["started"]:
+            return process if process.status() != psutil.STATUS_ZOMBIE else None
+    return None
 
 
 def log_file(name: str) -> Path:
@@ -124,13 +91,12 @@ def launch(name: str, *args: str, env: Mapping[str, str]) -> None:
     # A worker that inherits an ignored SIGINT (from `make deployment &` in a script) can only be killed: it turns
     # SIGTERM into SIGINT. A handler, unlike SIG_IGN, is reset to the default in the child.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-m", "prefect", *args]
     with log_file(name).open("a") as log:
-        command = [sys.executable, "-m", "prefect", *args]
         child = subprocess.Popen(
             command, cwd=REPO, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    process = processes().get(child.pid)
-    record(**{name: {"pid": child.pid, "started": process.started if process else ""}})
+    record(**{name: {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}})
 
 
 def wait_for(name: str, ready: Callable[[], bool]) -> None:
@@ -145,6 +111,15 @@ def wait_for(name: str, ready: Callable[[], bool]) -> None:
         time.sleep(0.5)
 
 
+def ask(url: str, path: str, body: dict[str, Any]) -> Any:
+    """POST to the API; None if the server does not answer or refuses."""
+    try:
+        answer = httpx.post(f"{url}/{path}", json=body, timeout=10, trust_env=False)
+    except httpx.TransportError:
+        return None
+    return answer.json() if answer.is_success else None
+
+
 def healthy(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
@@ -154,18 +129,13 @@ def healthy(url: str) -> bool:
 
 def online(url: str, since: datetime) -> bool:
     """Whether the worker has called in since then; an earlier worker of the same name counts as online for a while."""
-    try:
-        answer = httpx.post(f"{url}/work_pools/{POOL}/workers/filter", json={}, timeout=5, trust_env=False)
-    except httpx.TransportError:
-        return False
-    if not answer.is_success:  # the worker has not made the pool yet
-        return False
-    return any(w["name"] == WORKER and datetime.fromisoformat(w["last_heartbeat_time"]) >= since for w in answer.json())
+    workers = ask(url, f"work_pools/{POOL}/workers/filter", {}) or []
+    return any(w["name"] == WORKER and datetime.fromisoformat(w["last_heartbeat_time"]) >= since for w in workers)
 
 
 def deploy(env: Mapping[str, str]) -> None:
     command = ["-m", "prefect", "--no-prompt", "deploy", "--prefect-file", "deployments/prefect.yaml", "--all"]
-    done = subprocess.run([sys.executable, *command], cwd=REPO, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *command], cwd=REPO, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nerror: prefect deploy ended with code {done.returncode}")
 
@@ -175,8 +145,7 @@ def start() -> None:
     if running("server"):
         print(f"server: already running at {recorded()['url']}")
     else:
-        if running("worker"):
-            end("worker")  # it would go on asking the server that is gone
+        end("worker")  # it would go on asking the server that is gone
         port = free_port()
         print(f"server: starting on port {port} (half a minute the first time) ...", flush=True)
         record(url=f"http://127.0.0.1:{port}/api")
@@ -205,34 +174,37 @@ def start() -> None:
 
 
 def end(name: str) -> None:
+    """End a recorded process with all that it has started."""
     leader = running(name)
     if leader is None:
-        print(f"{name}: not running")
         return
-    members = family(leader)
-    send({leader}, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while alive(members) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    # By group once more, for what was started since: a group's number is nobody else's while a member of it lives.
-    survivors = alive(members | family(leader))
-    send(survivors, signal.SIGKILL)
-    print(f"{name}: ended" + (f", {len(survivors)} of its processes by SIGKILL" if survivors else ""))
+    family = [leader, *leader.children(recursive=True)]
+    leader.terminate()
+    _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+    print(f"{name}: ended" + (f", {len(alive)} of its processes by SIGKILL" if alive else ""))
 
 
-def send(members: set[Process], number: signal.Signals) -> None:
-    for process in members:
-        with suppress(ProcessLookupError):  # ended meanwhile
-            os.kill(process.pid, number)
+def close_flow_runs(url: str) -> None:
+    """Without a worker nobody would ever end the runs that were going on."""
+    unfinished = {"flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING"]}}}}
+    for run in ask(url, "flow_runs/filter", unfinished) or []:
+        state = {"type": "CANCELLED", "message": "ended by `make stop`; the same root goes on where this run stopped"}
+        ask(url, f"flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+        print(f"flow run {run['name']}: cancelled")
 
 
 def stop() -> None:
-    if not PIDS.exists():
+    if not running("worker") and not running("server"):
         print("nothing is running")
-        return
     end("worker")
+    if running("server"):
+        close_flow_runs(recorded()["url"])
     end("server")
-    PIDS.unlink()
+    PIDS.unlink(missing_ok=True)
 
 
 def status() -> None:
