@@ -53,6 +53,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy deployments/local.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

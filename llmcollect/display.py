@@ -58,8 +58,10 @@ def shard_lines(console: Console) -> Iterator[None]:
 def print_summary(console: Console, summaries: list[EnvSummary], title: str) -> None:
     """A table with one line an env."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    for number, header in enumerate(HEADERS):
-        table.add_column(header, justify="left" if number == 0 else "right", no_wrap=header != "mean reward")
+    table.add_column(HEADERS[0], no_wrap=True)
+    for header in HEADERS[1:]:  # when space is short it is the name of the env that gives way
+        two_lines = header == "mean reward"
+        table.add_column(header, justify="right", no_wrap=not two_lines, min_width=6 if two_lines else len(header))
     for summary in summaries:
         table.add_row(*map(escape, cells(summary)), style="bold" if summary.env == "all" else "")
     console.print(table)
