@@ -58,10 +58,9 @@ def shard_lines(console: Console) -> Iterator[None]:
 def print_summary(console: Console, summaries: list[EnvSummary], title: str) -> None:
     """A table with one line an env."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column(HEADERS[0], no_wrap=True)
-    for header in HEADERS[1:]:  # when space is short it is the name of the env that gives way
-        two_lines = header == "mean reward"
-        table.add_column(header, justify="right", no_wrap=not two_lines, min_width=6 if two_lines else len(header))
+    table.add_column(HEADERS[0], overflow="fold")  # when space is short it is the name of the env that is folded
+    for header in HEADERS[1:]:
+        table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
     for summary in summaries:
         table.add_row(*map(escape, cells(summary)), style="bold" if summary.env == "all" else "")
     console.print(table)
