@@ -1,15 +1,7 @@
 """Admission: the one place where output is bounded."""
 
 import asyncio
-import enum
 from collections.abc import Callable
-
-
-class AdmissionState(enum.Enum):
-    """Whether the last who asked got in."""
-
-    OPEN = "open"
-    BLOCKED = "blocked"
 
 
 class Admission:
@@ -24,35 +16,56 @@ class Admission:
 
     Args:
         capacity: Most open trajectories; at least the size of a group.
-        on_blocked: Called when somebody begins to wait: what is finished should be handed on now.
+        busy: As many running trajectories keep the engines busy.
+
+    Attributes:
+        open: Admitted, and not yet taken.
+        running: Admitted, and not yet finished.
     """
 
-    def __init__(self, capacity: int, on_blocked: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, capacity: int, busy: int = 1) -> None:
         self.capacity = capacity
-        self.open = 0
-        self.state = AdmissionState.OPEN
-        self._on_blocked = [on_blocked]
+        self.open = self.running = 0
+        self._busy = busy
+        self._waiting: list[int] = []
+        self._on_starving: list[Callable[[], None]] = []
         self._freed = asyncio.Condition()
 
-    def when_blocked(self, call: Callable[[], None]) -> None:
-        """Also call this when somebody begins to wait."""
-        self._on_blocked.append(call)
+    @property
+    def starving(self) -> bool:
+        """Whether engines idle for lack of room: what is finished must not wait to fill a commit then."""
+        return bool(self._waiting) and self.running < self._busy and self.open + min(self._waiting) > self.capacity
+
+    def when_starving(self, call: Callable[[], None]) -> None:
+        """Call this when `starving` has become true."""
+        self._on_starving.append(call)
 
     async def admit(self, count: int) -> None:
         """Wait until `count` trajectories have room, and reserve it."""
         assert 0 < count <= self.capacity, f"a group of {count} never fits into {self.capacity}"
         async with self._freed:
-            while self.open + count > self.capacity:
-                if self.state is AdmissionState.OPEN:
-                    self.state = AdmissionState.BLOCKED
-                    for call in self._on_blocked:
-                        call()
-                await self._freed.wait()
-            self.state = AdmissionState.OPEN
+            self._waiting.append(count)
+            try:
+                while self.open + count > self.capacity:
+                    self._tell_if_starving()
+                    await self._freed.wait()
+            finally:
+                self._waiting.remove(count)
             self.open += count
+            self.running += count
+
+    def finish(self) -> None:
+        """A trajectory has finished; its rows are still to be taken."""
+        self.running -= 1
+        self._tell_if_starving()
 
     async def release(self, count: int) -> None:
         """The rows of `count` trajectories were taken."""
         async with self._freed:
             self.open -= count
             self._freed.notify_all()
+
+    def _tell_if_starving(self) -> None:
+        if self.starving:
+            for call in self._on_starving:
+                call()

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from llmcollect.store.reader import Run
     from llmcollect.summary import EnvSummary
 
-app = App(name="llmcollect", help="Collect LLM rollouts, and look at them.", help_format="plaintext")
+app = App(
+    name="llmcollect",
+    help="Collect LLM rollouts, and look at them.",
+    help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # it exits without a word
+)
 
 
 @app.command
@@ -122,8 +127,8 @@ def _set_verbosity(verbose: bool) -> None:
     if verbose:
         os.environ["LLMCOLLECT_VERBOSE"] = "1"
     else:
-        os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
-        os.environ.setdefault("PREFECT_LOGGING_SERVER_LEVEL", "CRITICAL")
+        for part in ("LOGGING", "SERVER_LOGGING", "INTERNAL_LOGGING"):
+            os.environ.setdefault(f"PREFECT_{part}_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_ROOT_LEVEL", "CRITICAL")
 
 

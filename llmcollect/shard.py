@@ -97,7 +97,7 @@ async def _collect_missing(
     emit: Callable[[pa.Table, int], Awaitable[None]] | None,
 ) -> None:
     own_bound = admission is None
-    bound = admission or Admission(max_open(spec))
+    bound = admission or make_admission(spec)
     done = frozenset(writer.done) if writer else frozenset()
     append = (
         writer.append
@@ -112,8 +112,11 @@ async def _collect_missing(
         elif own_bound or table is None:
             await bound.release(len(trajectories))
 
-    committer = Committer(append, taken, spec.limits)
-    bound.when_blocked(committer.hurry)
+    def urgent() -> bool:
+        return bound.starving or (emit is not None and not running)  # nobody else will fill the commit then
+
+    committer = Committer(append, taken, urgent, spec.limits)
+    bound.when_starving(committer.wake)
     pools = [EnvPool(env, name) for env, name in zip(spec.envs, spec.env_names, strict=True)]
     policy = spec.policies[spec.policy_of_shard(shard)]
     policy_name = spec.policy_names[spec.policy_of_shard(shard)]
@@ -126,10 +129,9 @@ async def _collect_missing(
             trajectory = await collect_trajectory(plan, spec, engine.policy, policy_name, pools[plan.env])
         progress.add(trajectory)
         progress.hung_envs = sum(pool.hung for pool in pools)
-        committer.add(trajectory)
         running -= 1
-        if not running and emit is not None:
-            committer.hurry()  # nobody else will fill the commit, and somebody may be waiting for it
+        committer.add(trajectory)
+        bound.finish()
         failures.add(trajectory)
 
     with single_error():
@@ -178,6 +180,8 @@ class FailureRate:
             )
 
 
-def max_open(spec: RunSpec) -> int:
-    """How many trajectories may be open: enough to keep every engine full while commits and consumers take theirs."""
-    return spec.limits.max_open_trajectories or max(4 * spec.limits.concurrency * len(spec.policies), spec.group_size)
+def make_admission(spec: RunSpec) -> Admission:
+    """Room for enough trajectories to keep every engine full while commits and consumers take theirs."""
+    limits = spec.limits
+    busy = limits.concurrency * len(spec.policies)
+    return Admission(limits.max_open_trajectories or max(4 * busy, spec.group_size), busy)

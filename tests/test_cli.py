@@ -74,6 +74,26 @@ def test_collect_prints_a_table_conversations_and_how_to_read_on(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_an_interrupted_run_says_so_and_keeps_what_had_finished(tmp_path: Path) -> None:
+    policy = {"target": "tests.fakes:BytePolicy", "kwargs": {"delay_s": 0.1}}
+    file = spec_file(tmp_path, policy, num_groups=5000, limits={"commit_rows": 16, "concurrency": 8})
+    root = tmp_path / "run"
+    with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+        process = llmcollect("collect", "--run", file, "--root", str(root), home=tmp_path, stdout=out, stderr=err)
+    wait_until(lambda: len(list(root.glob("steps/*/*.parquet"))) >= 2 or process.poll() is not None, 200)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    text = (tmp_path / "err").read_text()
+    assert text.splitlines()[-1].startswith("error: interrupted; what had finished is kept")
+    for chatter in ("Traceback", "ERROR", "Crashed", "Cancelled"):
+        assert chatter not in text
+    assert (tmp_path / "out").read_text() == ""
+    wait_until(lambda: not any(child.is_running() for child in children), 30)
+    assert open_run(root).to_arrow().num_rows >= 32
+
+
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_a_killed_run_is_completed_and_nothing_is_twice(tmp_path: Path, tiny: Path) -> None:

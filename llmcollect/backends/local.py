@@ -8,12 +8,11 @@ from collections import deque
 
 import pyarrow as pa
 
-from llmcollect.admission import Admission
 from llmcollect.errors import single_error
 from llmcollect.policies.engines import Job, engine_thread
 from llmcollect.progress import ShardProgress
 from llmcollect.run import RunSpec
-from llmcollect.shard import Root, collect_shard, max_open
+from llmcollect.shard import Root, collect_shard, make_admission
 
 
 class LocalBackend:
@@ -27,7 +26,7 @@ class LocalBackend:
         self._spec, self._root = spec, root
         self.progress = [ShardProgress(shard) for shard in range(spec.num_shards)]
         self._thread = engine_thread()
-        self._admission = Admission(max_open(spec))
+        self._admission = make_admission(spec)
         self._tables: deque[tuple[pa.Table, int]] = deque()
         self._arrived = asyncio.Event()
         self._stopped = False

@@ -2,8 +2,7 @@
 
     add(trajectory) -> pending -> [due] -> append, in a worker thread -> taken(table)
 
-It waits for trajectories or for their commit to fall due: by rows, bytes or age, because nothing else is running, or
-because somebody waits for room. Exactly one `run()` is its life; it ends after `close()` with nothing left pending.
+It waits for trajectories or for their commit to fall due: by rows, bytes or age, or because it is urgent. Exactly one `run()` is its life; it ends after `close()` with nothing left pending.
 """
 
 import asyncio
@@ -24,6 +23,7 @@ class Committer:
     Args:
         append: Writes trajectories; blocking; the rows that are in the store by this call, or None.
         taken: Awaited with the trajectories of a commit and its rows, in commit order.
+        urgent: Whether what is pending should be committed at once. Asked when something was added, and on `wake()`.
         limits: `commit_rows`, `commit_bytes`, `commit_seconds`.
     """
 
@@ -31,13 +31,14 @@ class Committer:
         self,
         append: Callable[[Sequence[Trajectory]], pa.Table | None],
         taken: Callable[[Sequence[Trajectory], pa.Table | None], Awaitable[None]],
+        urgent: Callable[[], bool],
         limits: Limits,
     ) -> None:
-        self._append, self._taken, self._limits = append, taken, limits
+        self._append, self._taken, self._urgent, self._limits = append, taken, urgent, limits
         self._pending: list[Trajectory] = []
         self._rows = self._bytes = 0
         self._oldest = 0.0
-        self._hurried = self._closed = False
+        self._closed = False
         self._wake = asyncio.Event()
 
     def add(self, trajectory: Trajectory) -> None:
@@ -49,9 +50,8 @@ class Committer:
         self._bytes += sum(_size(step.prompt_ids, step.response_ids) for step in trajectory.steps)
         self._wake.set()
 
-    def hurry(self) -> None:
-        """Commit what is pending now."""
-        self._hurried = True
+    def wake(self) -> None:
+        """Look again whether a commit is urgent."""
         self._wake.set()
 
     def close(self) -> None:
@@ -71,7 +71,6 @@ class Committer:
                 return
             batch, self._pending = self._pending, []
             self._rows = self._bytes = 0
-            self._hurried = False
             table = await asyncio.to_thread(self._append, batch)
             await self._taken(batch, table)
 
@@ -88,7 +87,7 @@ class Committer:
 
     def _due(self) -> bool:
         return (
-            self._hurried
+            self._urgent()
             or self._rows >= self._limits.commit_rows
             or self._bytes >= self._limits.commit_bytes
             or time.monotonic() - self._oldest >= self._limits.commit_seconds
