@@ -2,7 +2,8 @@
 
     add(trajectory) -> pending -> [due] -> append, in a worker thread -> taken(table)
 
-It waits for trajectories or for their commit to fall due: by rows, bytes or age, or because it is urgent. Exactly one `run()` is its life; it ends after `close()` with nothing left pending.
+It waits for trajectories or for their commit to fall due: by rows, bytes or age, or because it is urgent. Exactly
+one `run()` is its life; it ends after `close()` with nothing left pending.
 """
 
 import asyncio
