@@ -30,6 +30,7 @@ class Admission:
         self._waiting: list[int] = []
         self._on_starving: list[Callable[[], None]] = []
         self._freed = asyncio.Condition()
+        self._closed = False
 
     @property
     def starving(self) -> bool:
@@ -40,19 +41,28 @@ class Admission:
         """Call this when `starving` has become true."""
         self._on_starving.append(call)
 
-    async def admit(self, count: int) -> None:
-        """Wait until `count` trajectories have room, and reserve it."""
+    async def admit(self, count: int) -> bool:
+        """Wait until `count` trajectories have room, and reserve it; False if it was closed."""
         assert 0 < count <= self.capacity, f"a group of {count} never fits into {self.capacity}"
         async with self._freed:
             self._waiting.append(count)
             try:
-                while self.open + count > self.capacity:
+                while self.open + count > self.capacity and not self._closed:
                     self._tell_if_starving()
                     await self._freed.wait()
             finally:
                 self._waiting.remove(count)
+            if self._closed:
+                return False
             self.open += count
             self.running += count
+            return True
+
+    async def close(self) -> None:
+        """Let nobody in any more; what was admitted runs on."""
+        async with self._freed:
+            self._closed = True
+            self._freed.notify_all()
 
     def finish(self) -> None:
         """A trajectory has finished; its rows are still to be taken."""

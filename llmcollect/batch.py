@@ -30,6 +30,7 @@ _TEXTS = {
     "task": ("text", "task"),
     "messages": ("text", "messages"),
     "response_text": ("text", "response"),
+    "response_message": ("text", "response_message"),
     "observation": ("text", "observation"),
     "info": ("text", "info"),
     "failure": ("text", "failure"),
@@ -394,7 +395,7 @@ def _tensordict(
     values: Mapping[tuple[str, ...], npt.NDArray[Any]], texts: Mapping[tuple[str, ...], list[str | None]], size: int
 ) -> "StepTensorDict":
     import torch
-    from tensordict import NonTensorStack, TensorDict
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     from llmcollect.tensors import StepTensorDict
 
@@ -403,7 +404,7 @@ def _tensordict(
         # Arrow's memory is read-only; a trainer may write into its batch.
         nested.setdefault(outer, {})[inner] = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     for (outer, inner), items in texts.items():
-        nested.setdefault(outer, {})[inner] = NonTensorStack(*items) if items else NonTensorStack.from_list([])
+        nested.setdefault(outer, {})[inner] = NonTensorStack(*items) if items else NonTensorData([], batch_size=[0])
     return StepTensorDict(
         {outer: TensorDict(inner, batch_size=[size]) for outer, inner in nested.items()}, batch_size=[size]
     )

@@ -1,18 +1,21 @@
 """LLMCollector: what a training loop holds."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from pydantic import ValidationError
 
 from llmcollect.backends.local import LocalBackend
 from llmcollect.batch import StepBatch
+from llmcollect.batching import GroupBatching, Yields, make_batching
 from llmcollect.components import ComponentSpec, EnvSpec
 from llmcollect.errors import SpecError
 from llmcollect.preflight import check_components, open_root
 from llmcollect.progress import ShardProgress
 from llmcollect.run import Limits, RunSpec, Sampling, explain
+from llmcollect.store.reader import stored_members_of_open_groups
 from llmcollect.streaming import Queue, ReplayBuffer, Stream
 
 if TYPE_CHECKING:
@@ -38,6 +41,13 @@ class LLMCollector:
         policy: A constructor of a policy, or a list of them: one engine each, shards spread over them.
         steps_per_batch: Rows of a batch.
         num_groups: Size of the run in groups; None: without end.
+        total_steps: Rows after which the collector ends; -1: none. At the bound nothing new begins, and with a root
+            what is in flight is finished and committed. With `yields="steps"` and "last_steps" exactly so many rows
+            are handed out, with "trajectories" and "groups" the batch that reaches the bound is still whole.
+        yields: What a batch consists of: "steps", exactly `steps_per_batch` rows; "last_steps", of which each has a
+            whole conversation as its context; "trajectories" or "groups", whole ones with at least `steps_per_batch`
+            rows together. A batch of groups also has `("group", "expected"|"arrived"|"failed")`, int64 [B]: the
+            members of the row's group.
         group_size: Trajectories of each task, with different sampling seeds.
         num_shards: Slices of the run; one a policy if not given.
         root: Folder that the rows are committed to before they are handed over. A root that holds a part of this run
@@ -59,6 +69,8 @@ class LLMCollector:
         *,
         steps_per_batch: int,
         num_groups: int | None = None,
+        total_steps: int = -1,
+        yields: Yields = "steps",
         group_size: int = 1,
         num_shards: int | None = None,
         root: str | os.PathLike[str] | None = None,
@@ -68,6 +80,10 @@ class LLMCollector:
     ) -> None:
         if not isinstance(steps_per_batch, int) or steps_per_batch < 1:
             raise SpecError(f"steps_per_batch must be a positive number of rows; got {steps_per_batch!r}")
+        if not isinstance(total_steps, int) or (total_steps < 1 and total_steps != -1):
+            raise SpecError(f"total_steps must be a positive number of rows, or -1 for no bound; got {total_steps!r}")
+        if yields not in get_args(Yields):
+            raise SpecError(f"yields must be one of {', '.join(map(repr, get_args(Yields)))}; got {yields!r}")
         try:
             policies = tuple(ComponentSpec.of(item) for item in _as_list(policy))
             self.spec = RunSpec(
@@ -86,9 +102,12 @@ class LLMCollector:
         self._root = open_root(self.spec, root) if root is not None else None
         if self._root is None:
             check_components(self.spec)
+        self._total_steps = math.inf if total_steps == -1 else total_steps
+        self._handed_out = 0
+        keep_incomplete = self.spec.limits.on_incomplete_group == "keep"
+        self._batching = make_batching(yields, steps_per_batch, group_size, keep_incomplete)
         self._backend: LocalBackend | None = None
-        self._held: list[StepBatch] = []
-        self._closed = False
+        self._ended = False
         self._stream: Stream | None = None
 
     def __iter__(self) -> Iterator["StepTensorDict"]:
@@ -106,19 +125,47 @@ class LLMCollector:
         return self._next_batch()
 
     def _next_batch(self) -> "StepTensorDict":
-        while sum(map(len, self._held)) < self._steps_per_batch and not self._closed:
-            if self._backend is None:
-                self._backend = LocalBackend(self.spec, self._root)
-            table = self._backend.get()
-            if table is None:
-                self._closed = True
-            else:
-                self._held.append(StepBatch(table).without_failed())
-        rows = StepBatch.concat(self._held)
-        if not len(rows):
+        left = self._total_steps - self._handed_out
+        rows = self._take() if left > 0 else None
+        if rows is None:
+            self._finish()
             raise StopIteration
-        self._held = [rows[self._steps_per_batch :]]
-        return rows[: self._steps_per_batch].to_tensordict()
+        if self._batching.divisible and len(rows) > left:
+            rows = rows[: int(left)]
+        self._handed_out += len(rows)
+        if self._handed_out >= self._total_steps and self._backend is not None:
+            self._backend.finish()
+        return self._batching.to_tensordict(rows)
+
+    def _take(self) -> StepBatch | None:
+        """The next batch; None at the end."""
+        while (rows := self._batching.take(at_end=self._ended)) is None and not self._ended:
+            if self._backend is None:
+                self._backend = self._begin()
+            arrived = self._backend.get()
+            if arrived is None:
+                self._ended = True
+            else:
+                self._backend.release(self._batching.add(*arrived))
+        return rows
+
+    def _begin(self) -> LocalBackend:
+        if self._root is None:
+            return LocalBackend(_cut_for_memory(self.spec, self._steps_per_batch), None)
+        if isinstance(self._batching, GroupBatching):
+            for table in stored_members_of_open_groups(self._root.files, self.spec):
+                self._batching.add_stored(table)
+        return LocalBackend(self.spec, self._root)
+
+    def _finish(self) -> None:
+        """At the bound: wait until what is in flight is committed; without a root nobody will see it."""
+        if self._backend is not None and not self._ended:
+            if self._root is None:
+                self._backend.stop()
+            else:
+                while (arrived := self._backend.get()) is not None:
+                    self._backend.release(len(arrived[1]))
+        self._ended = True
 
     def start(self, *, replay_buffer: ReplayBuffer | None = None, queue: Queue | None = None) -> None:
         """Stream batches in the background, and return at once.
@@ -169,8 +216,8 @@ class LLMCollector:
 
     def close(self) -> None:
         """Stop: what is in flight is given up, what has finished is committed, engines and envs are freed."""
-        self._closed = True
-        self._held = []
+        self._ended = True
+        self._total_steps = self._handed_out  # what is held is not handed out any more
         if self._backend is not None:
             self._backend.stop()
 
@@ -179,6 +226,13 @@ class LLMCollector:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _cut_for_memory(spec: RunSpec, rows: int) -> RunSpec:
+    """Without files there is no reason to gather many rows before they are handed over."""
+    limits = spec.limits
+    sooner = {"commit_rows": min(limits.commit_rows, rows), "commit_seconds": min(limits.commit_seconds, 0.1)}
+    return spec.model_copy(update={"limits": limits.model_copy(update=sooner)})
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
@@ -102,7 +102,7 @@ class ComponentSpec(BaseModel):
         if isinstance(source, cls) and not fields:
             return source
         if isinstance(source, ComponentSpec):
-            made = cls(target=source.target, kwargs=source.kwargs, name=source.name, **fields)
+            made = cls.model_validate({**source.model_dump(), **fields})
             made._constructor = source._constructor
             return made
         if isinstance(source, str):
@@ -142,9 +142,17 @@ class ComponentSpec(BaseModel):
 
 
 class EnvSpec(ComponentSpec):
-    """An env's constructor, with the weight of its share of the groups."""
+    """An env's constructor, with the weight of its share of the groups.
+
+    Attributes:
+        weight: Share of the groups, relative to the other envs' weights.
+        isolate: Where blocking calls run: "thread" gives each instance a thread of its own, "process" a process, for
+            envs that may crash or hang, or that hold the interpreter lock. Operational: it may differ when a run is
+            resumed.
+    """
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    isolate: Literal["thread", "process"] = "thread"
 
 
 def import_target(target: str) -> Any:

@@ -7,7 +7,8 @@
     │   └── CorruptFileError    a file of a run is not what its writer wrote
     ├── EnvError            an environment
     ├── PolicyError         a policy or its engine
-    │   └── PromptTooLongError  the context does not fit: ends one trajectory
+    │   ├── PromptTooLongError  the context does not fit: ends one trajectory
+    │   └── EngineDeadError     the engine has to be built anew: ends what it had in flight
     └── RunFailedError      too much of a run failed
 
 A failed trajectory is data, not an error: it is recorded, and the run goes on until `max_failure_rate`.
@@ -52,6 +53,10 @@ class PolicyError(LLMCollectError):
 
 class PromptTooLongError(PolicyError):
     """The prompt leaves no room for a response within the model's context."""
+
+
+class EngineDeadError(PolicyError):
+    """The engine answers no more; trajectories start again on the one that replaces it."""
 
 
 class RunFailedError(LLMCollectError):

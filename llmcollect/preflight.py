@@ -1,9 +1,11 @@
 """What can be checked before an engine starts, which takes half a minute or more."""
 
 import contextlib
+import inspect
 import os
 
-from llmcollect.errors import EnvError, LLMCollectError, SpecError
+from llmcollect.envs.pool import make_env
+from llmcollect.errors import LLMCollectError, SpecError
 from llmcollect.run import RunSpec
 from llmcollect.shard import Root
 from llmcollect.store.files import open_files
@@ -18,15 +20,8 @@ def check_components(spec: RunSpec) -> tuple[str, ...]:
         EnvError: An env's constructor raised.
     """
     for env, name in zip(spec.envs, spec.env_names, strict=True):
-        constructor = env.constructor()
-        try:
-            made = constructor(**env.kwargs)
-        except LLMCollectError:
-            raise
-        except Exception as error:
-            raise EnvError(f"env {name} could not be made: {type(error).__name__}: {error}") from error
-        close = getattr(made, "close", None)
-        if callable(close):
+        close = getattr(make_env(env, name), "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
             with contextlib.suppress(Exception):
                 close()
     fingerprints = []

@@ -19,7 +19,8 @@ class ShardProgress:
         done: Finished now, failed ones included.
         rewarded: Those of them that have a reward.
         hung_envs: Env instances given up during a call.
-        late: Trajectories that another writer had committed first.
+        late_results: Results that came after their attempt was given up; they are dropped.
+        duplicates: Trajectories that another writer had committed first.
     """
 
     shard: int
@@ -34,7 +35,8 @@ class ShardProgress:
     tokens: int = 0
     commits: int = 0
     hung_envs: int = 0
-    late: int = 0
+    late_results: int = 0
+    duplicates: int = 0
     started_at: float | None = None
     ended_at: float | None = None
     _clock: Callable[[], float] = field(default=time.monotonic, repr=False)

@@ -3,8 +3,8 @@
 A conversation is one growing list of ids: what was sampled is appended exactly as sampled, and then only the ids of
 the text that the chat template puts between turns. History is never tokenised again. Where a model's renderer (from
 the `renderers` package) knows how to bridge turns, it does; for other models the text between turns is found by
-rendering a short conversation with a marker in the assistant's place. A template that rewrites what came before gets
-a new context instead, and the row says so.
+rendering a short conversation with a marker in the assistant's place. Where a template rewrites what came before (moves
+the tools, drops reasoning from earlier turns), a new context begins instead, and the row says so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ from typing import Any
 from llmcollect.types import Message
 
 _MARKER = "\u2983assistant\u2984"  # no template contains or trims it
+_REASONING = "\u2983reasoning\u2984"
+_THINK_END = "</think>"
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -30,6 +32,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._renderer = create_renderer(tokenizer)
         self._end_ids = frozenset(self._renderer.get_stop_token_ids())
+        self._drops_reasoning = self._find_out_whether_reasoning_is_dropped()
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -60,6 +63,8 @@ class ChatRenderer:
             seen = prompt_ids + response
             ids = list(bridged.token_ids)
             return ids[len(seen) :] if ids[: len(seen)] == seen else None
+        if self._drops_reasoning and _THINK_END in self._tokenizer.decode(response):
+            return None
         between = self._between(messages, tools)
         if between is None:
             return None
@@ -97,6 +102,16 @@ class ChatRenderer:
             return None
         return after[len(before) + len(_MARKER) :]
 
+    def _find_out_whether_reasoning_is_dropped(self) -> bool:
+        """Whether the template shows an earlier answer without the reasoning that it began with."""
+        answer = f"<think>\n{_REASONING}\n{_THINK_END}\n\n{_MARKER}"
+        conversation = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "?"},
+        ]
+        return _REASONING not in self._text(conversation, None)
+
     def _text(self, messages: list[dict[str, Any]], tools: Tools) -> str:
         rendered = self._tokenizer.apply_chat_template(
             messages, tools=_dicts_or_none(tools), tokenize=False, add_generation_prompt=True
@@ -117,20 +132,23 @@ class Conversation:
         self._messages: list[Message] = []
         self._response_ids: Sequence[int] | None = None
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Append an observation: its new ids, and whether they begin a new context."""
-        self._messages += messages
-        if self._response_ids is None:
-            new = self._renderer.begin(self._messages, self._tools)
-            self.context_ids = list(new)
-            return new, False
-        extension = self._renderer.extend(self.context_ids, self._response_ids, messages, self._tools)
-        if extension is None:
-            new = self._renderer.begin(self._messages, self._tools)
-            self.context_ids = list(new)
-            return new, True
-        self.context_ids += [*self._response_ids, *extension]
-        return extension, False
+    def prompt(self, messages: Sequence[Message], new_context: bool = False) -> tuple[list[int], bool]:
+        """Append an observation: its new ids, and whether they begin a new context.
+
+        Args:
+            messages: What the env said.
+            new_context: Whether the messages replace all that came before.
+        """
+        if self._response_ids is not None and not new_context:
+            extension = self._renderer.extend(self.context_ids, self._response_ids, messages, self._tools)
+            if extension is not None:
+                self._messages += messages
+                self.context_ids += [*self._response_ids, *extension]
+                return extension, False
+        self._messages = [*messages] if new_context else [*self._messages, *messages]
+        new = self._renderer.begin(self._messages, self._tools)
+        self.context_ids = list(new)
+        return new, self._response_ids is not None
 
     def respond(self, response_ids: Sequence[int]) -> tuple[str, Message]:
         """Append a response: its text, and the message parsed from it."""

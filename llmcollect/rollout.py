@@ -13,13 +13,15 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from llmcollect import canonical_json
 from llmcollect.envs.pool import EnvHandle, EnvPool
-from llmcollect.errors import EnvError, PolicyError, PromptTooLongError
+from llmcollect.errors import EngineDeadError, EnvError, PolicyError, PromptTooLongError, SpecError
 from llmcollect.policies.base import Policy
+from llmcollect.policies.engines import Engine
 from llmcollect.run import Limits, RunSpec, TrajectoryPlan
-from llmcollect.types import Completion, Generation, Observation, Step, Trajectory
+from llmcollect.types import Completion, Generation, Observation, Step, Task, Trajectory
 
 
 @dataclass(slots=True)
@@ -41,32 +43,33 @@ class Attempt:
 
 
 async def collect_trajectory(
-    plan: TrajectoryPlan, spec: RunSpec, policy: Policy, policy_name: str, pool: EnvPool
+    plan: TrajectoryPlan, spec: RunSpec, engine: Engine, policy_name: str, pool: EnvPool
 ) -> Trajectory:
     """Collect one trajectory, trying again with a fresh env up to `max_attempts`.
 
     Raises:
-        EnvError: The env could not be made at all.
+        SpecError: The env's target cannot be imported or does not take its kwargs.
+        PolicyError: The engine died more often than `max_engine_restarts` allows.
     """
     failed_attempts: list[dict[str, object]] = []
+    tries = 0  # without those that the engine's death ended: that is no fault of the trajectory
     for number in count():
-        task = canonical_json.dumps({"index": plan.task.index, "seed": plan.task.seed})
-        attempt = Attempt(task)
-        env = await pool.borrow()
+        attempt = Attempt(_task_json(plan.task))
+        policy = engine.policy
         try:
             async with asyncio.timeout(spec.limits.trajectory_timeout_s):
-                await _rollout(plan, env, policy, spec, attempt, f"{plan.trajectory}-{number}")
-        except Exception as error:  # noqa: BLE001 - whatever an env or engine raises is this trajectory's end
-            pool.discard(env)
-            attempt.fail(error)
-            if number + 1 < spec.limits.max_attempts and not isinstance(error, PromptTooLongError):
-                failed_attempts.append({"attempt": number, "type": type(error).__name__, "message": str(error)[:1000]})
-                continue
-        except BaseException:
-            pool.discard(env)
+                await _rollout(plan, pool, policy, spec, attempt, f"{plan.trajectory}-{number}")
+        except SpecError:
             raise
-        else:
-            pool.give_back(env)
+        except Exception as error:  # noqa: BLE001 - whatever an env or engine raises is this trajectory's end
+            attempt.fail(error)
+            dead = isinstance(error, EngineDeadError)
+            tries += not dead
+            if dead or (tries < spec.limits.max_attempts and not isinstance(error, PromptTooLongError)):
+                failed_attempts.append({"attempt": number, "type": type(error).__name__, "message": str(error)[:1000]})
+                if dead:
+                    await engine.replace(policy, spec.limits.max_engine_restarts)
+                continue
         return Trajectory(
             trajectory=plan.trajectory,
             group=plan.group,
@@ -83,19 +86,30 @@ async def collect_trajectory(
 
 
 async def _rollout(
+    plan: TrajectoryPlan, pool: EnvPool, policy: Policy, spec: RunSpec, attempt: Attempt, request: str
+) -> None:
+    """The episode with an env of the pool, which has it back if all went well."""
+    env = await pool.borrow()
+    try:
+        await _converse(plan, env, policy, spec, attempt, request)
+    except BaseException:
+        pool.discard(env)
+        raise
+    pool.give_back(env)
+
+
+async def _converse(
     plan: TrajectoryPlan, env: EnvHandle, policy: Policy, spec: RunSpec, attempt: Attempt, request: str
 ) -> None:
-    """The episode; appends to `attempt.steps` as it goes."""
+    """The episode itself; appends to `attempt.steps` as it goes."""
     limits, steps = spec.limits, attempt.steps
     async with _limit(limits.reset_timeout_s, "reset"):
         observation = await env.reset(plan.task)
-    attempt.task = canonical_json.dumps(
-        {"index": plan.task.index, "seed": plan.task.seed, "info": dict(observation.info)}
-    )
+    attempt.task = _task_json(plan.task, observation)
     conversation = policy.conversation(observation.tools)
     for number in count():
         step = Step(step=number, seed=plan.step_seed(number), started_at=_now())
-        step.prompt_ids, step.context_reset = conversation.prompt(observation.messages)
+        step.prompt_ids, step.context_reset = conversation.prompt(observation.messages, observation.new_context)
         step.messages = canonical_json.dumps(list(observation.messages))
         if steps and (exhausted := _exhausted(len(conversation.context_ids), policy, limits)):
             _truncate(steps[-1], exhausted)
@@ -108,6 +122,8 @@ async def _rollout(
             )
         _record_generation(step, generation)
         step.response_text, message = conversation.respond(generation.token_ids)
+        if len(message) > 2 or message.get("content") != step.response_text:
+            step.response_message = canonical_json.dumps(message)
 
         async with _limit(limits.step_timeout_s, "step"):
             transition = await env.step(
@@ -160,6 +176,15 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         elif times:
             merged.append((version, times))
     return merged
+
+
+def _task_json(task: Task, observation: Observation | None = None) -> str:
+    described: dict[str, Any] = {"index": task.index, "seed": task.seed}
+    if observation is not None:
+        described["info"] = dict(observation.info)
+        if observation.tools:
+            described["tools"] = list(observation.tools)
+    return canonical_json.dumps(described)
 
 
 def _messages_json(observation: Observation | None) -> str | None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -62,7 +62,11 @@ class Limits(_Model):
         generate_timeout_s: Longest wait for one response.
         trajectory_timeout_s: Longest trajectory, all in all.
         max_attempts: Tries at a trajectory before its failure is recorded.
+        max_engine_restarts: How often within an hour an engine that died is built anew.
+        max_hung_envs: Env instances a shard may give up during a call that does not return; each holds a thread.
         max_failure_rate: Share of failed trajectories, over the last 200 and after the first 20, that stops the run.
+        on_incomplete_group: With `yields="groups"`, whether a group of which members failed is handed out ("keep",
+            flagged) or left out ("drop", counted, and still stored).
         commit_rows, commit_bytes, commit_seconds: A commit is cut when it has so many rows or bytes, or is so old.
     """
 
@@ -75,7 +79,10 @@ class Limits(_Model):
     generate_timeout_s: _Seconds = 600
     trajectory_timeout_s: _Seconds | None = None
     max_attempts: int = Field(3, ge=1)
+    max_engine_restarts: int = Field(3, ge=0)
+    max_hung_envs: int = Field(64, ge=0)
     max_failure_rate: float = Field(0.5, ge=0, le=1)
+    on_incomplete_group: Literal["keep", "drop"] = "keep"
     commit_rows: int = Field(4096, ge=1)
     commit_bytes: int = Field(64 << 20, ge=1)
     commit_seconds: _Seconds = 5

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from llmcollect.admission import Admission
 from llmcollect.batch import trajectories_to_table
@@ -28,11 +29,14 @@ from llmcollect.policies.engines import Engine, engine_thread
 from llmcollect.progress import ShardProgress
 from llmcollect.rollout import collect_trajectory
 from llmcollect.run import RunSpec, TrajectoryPlan, plan_groups
+from llmcollect.schema import STEP_SCHEMA
 from llmcollect.store.committer import Committer
 from llmcollect.store.files import Files
 from llmcollect.store.record import RunRecord
 from llmcollect.store.writer import ShardWriter
 from llmcollect.types import Trajectory
+
+Emit = Callable[[pa.Table, Sequence[int]], Awaitable[None]]
 
 _FAILURE_WINDOW = 200
 _FAILURE_GRACE = 20
@@ -53,7 +57,7 @@ async def collect_shard(
     root: Root | None = None,
     admission: Admission | None = None,
     progress: ShardProgress | None = None,
-    emit: Callable[[pa.Table, int], Awaitable[None]] | None = None,
+    emit: Emit | None = None,
 ) -> ShardProgress:
     """Collect what a shard's plan still lacks. Runs on the loop of the process's `engine_thread()`.
 
@@ -64,8 +68,8 @@ async def collect_shard(
         admission: Bounds what is open; shared by the shards of one consumer. None: a bound of the shard's own, of
             which rows are taken by their commit.
         progress: Counters to write to.
-        emit: Awaited with the rows of each commit once it has won, and the number of trajectories whose room is to be
-            released when the rows are taken.
+        emit: Awaited with the rows of each commit once it has won, and the numbers of the trajectories whose room is
+            to be released when the rows are taken (those that another writer had committed have no rows).
 
     Returns:
         The counters.
@@ -82,7 +86,8 @@ async def collect_shard(
     progress.stored = len(writer.done) if writer else 0
     if progress.planned is None or progress.stored < progress.planned:
         await _collect_missing(spec, shard, writer, admission, progress, emit)
-    if writer and progress.planned is not None:
+    # An unbounded run arrives here when it was told to finish: its plan is what it holds.
+    if writer and (progress.planned is None or len(writer.done) >= progress.planned):
         await asyncio.to_thread(writer.end)
     progress.end()
     return progress
@@ -94,7 +99,7 @@ async def _collect_missing(
     writer: ShardWriter | None,
     admission: Admission | None,
     progress: ShardProgress,
-    emit: Callable[[pa.Table, int], Awaitable[None]] | None,
+    emit: Emit | None,
 ) -> None:
     own_bound = admission is None
     bound = admission or make_admission(spec)
@@ -106,10 +111,12 @@ async def _collect_missing(
     )
 
     async def taken(trajectories: Sequence[Trajectory], table: pa.Table | None) -> None:
+        rows = STEP_SCHEMA.empty_table() if table is None else table
         progress.commits += table is not None
-        if emit is not None and table is not None:
-            await emit(table, len(trajectories))
-        elif own_bound or table is None:
+        progress.duplicates += len(trajectories) - int(pc.count_distinct(rows["trajectory"]).as_py())
+        if emit is not None:
+            await emit(rows, [item.trajectory for item in trajectories])
+        elif own_bound:
             await bound.release(len(trajectories))
 
     def urgent() -> bool:
@@ -126,9 +133,16 @@ async def _collect_missing(
     async def collect_one(plan: TrajectoryPlan, engine: Engine) -> None:
         nonlocal running
         async with engine.slots:
-            trajectory = await collect_trajectory(plan, spec, engine.policy, policy_name, pools[plan.env])
+            trajectory = await collect_trajectory(plan, spec, engine, policy_name, pools[plan.env])
         progress.add(trajectory)
         progress.hung_envs = sum(pool.hung for pool in pools)
+        progress.late_results = sum(pool.late for pool in pools)
+        if progress.hung_envs > spec.limits.max_hung_envs:
+            raise RunFailedError(
+                f"{progress.hung_envs} calls of envs do not return, more than max_hung_envs="
+                f"{spec.limits.max_hung_envs} allows; the last one of {pools[plan.env].name}: "
+                f'isolate="process" lets them be ended'
+            )
         running -= 1
         committer.add(trajectory)
         bound.finish()
@@ -146,7 +160,8 @@ async def _collect_missing(
                     for group in plan_groups(spec, shard):
                         missing = [plan for plan in group.trajectories if plan.trajectory not in done]
                         if missing:
-                            await bound.admit(len(missing))
+                            if not await bound.admit(len(missing)):
+                                break
                             running += len(missing)
                             for plan in missing:
                                 trajectories.create_task(collect_one(plan, engine))

@@ -34,15 +34,18 @@ class Observation:
     """What the policy is told: messages to append to the conversation.
 
     Attributes:
-        messages: New messages, in order; never those that the conversation holds already.
+        messages: New messages, in order; never those that the conversation holds already. At least one.
         tools: OpenAI-style tool specs; those of the first observation hold for the whole trajectory.
         info: Anything. That of the first observation describes the task and is stored with it, so that a
             reward can be recomputed later.
+        new_context: The messages are all that the policy is to see from here on: what came before is left out of the
+            context (a summary that replaces a long history, say). The row says so with `context_reset`.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    new_context: bool = False
 
     @classmethod
     def user(cls, text: str, **info: Any) -> "Observation":
@@ -117,6 +120,7 @@ class Step:
     policy_versions: Sequence[tuple[int, int]] | None = None
     messages: str | None = None
     response_text: str | None = None
+    response_message: str | None = None
     observation: str | None = None
     reward: float | None = None
     terminated: bool = False
@@ -166,3 +170,24 @@ class Trajectory:
         """The sum of the steps' rewards; None where no step has one."""
         rewards = [step.reward for step in self.steps if step.reward is not None]
         return sum(rewards) if rewards else None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """What became of a group.
+
+    Attributes:
+        expected: Members in the plan: the run's `group_size`.
+        arrived: Members that came to an outcome.
+        failed: Members that failed for good.
+    """
+
+    group: int
+    expected: int
+    arrived: int
+    failed: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether every member came to an outcome."""
+        return self.arrived == self.expected

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from llmcollect.admission import Admission
-from llmcollect.errors import EnvError, LLMCollectError, PolicyError, RunFailedError
+from llmcollect.errors import EnvError, PolicyError, RunFailedError, SpecError
 from llmcollect.policies.engines import engine_thread
-from llmcollect.preflight import open_root
+from llmcollect.preflight import check_components, open_root
 from llmcollect.progress import ShardProgress
 from llmcollect.run import RunSpec
 from llmcollect.shard import collect_shard
@@ -40,9 +41,9 @@ def collect(run: RunSpec, root: Path | None = None, shard: int = 0) -> tuple[Sha
     async def go() -> ShardProgress:
         admission = Admission(run.limits.max_open_trajectories or 1000)
 
-        async def emit(table: pa.Table, count: int) -> None:
+        async def emit(table: pa.Table, trajectories: Sequence[int]) -> None:
             tables.append(table)
-            await admission.release(count)
+            await admission.release(len(trajectories))
 
         opened = open_root(run, root) if root else None
         return await collect_shard(run, shard, root=opened, admission=admission, emit=emit)
@@ -185,14 +186,19 @@ def test_too_many_failures_stop_the_run_and_lose_nothing(tmp_path: Path) -> None
             "could not be made: OSError: no dataset",
         ),
         ({"env": "not_an_env"}, EnvError, "without a reset"),
-        ({"policy": {"fault": "start"}}, LLMCollectError, "no such weights"),
+        ({"env": "CountEnv", "env_kwargs": {"turn": 3}}, SpecError, "unexpected keyword argument 'turn'"),
     ],
 )
-def test_what_no_trajectory_can_survive_ends_the_shard(
+def test_what_cannot_be_made_is_refused_before_anything_starts(
     change: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind, match=words):
-        collect(spec(**change))
+        check_components(spec(**change))
+
+
+def test_an_engine_that_does_not_start_ends_the_shard() -> None:
+    with pytest.raises(PolicyError, match="no such weights"):
+        collect(spec(policy={"fault": "start"}))
 
 
 @pytest.mark.parametrize(

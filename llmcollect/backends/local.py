@@ -5,6 +5,7 @@ collect_shard (engine thread) -> emit -> [tables] -> get (consumer's thread) -> 
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
 import pyarrow as pa
 
@@ -27,18 +28,26 @@ class LocalBackend:
         self.progress = [ShardProgress(shard) for shard in range(spec.num_shards)]
         self._thread = engine_thread()
         self._admission = make_admission(spec)
-        self._tables: deque[tuple[pa.Table, int]] = deque()
+        self._tables: deque[tuple[pa.Table, Sequence[int]]] = deque()
         self._arrived = asyncio.Event()
         self._stopped = False
         self._job: Job[None] = self._thread.submit(self._run())
 
-    def get(self) -> pa.Table | None:
-        """The rows of the next commit, None at the end; blocks.
+    def get(self) -> tuple[pa.Table, Sequence[int]] | None:
+        """The rows of the next commit with the numbers of its trajectories, None at the end; blocks.
 
         Raises:
             LLMCollectError: What ended the collection.
         """
         return self._thread.submit(self._get()).result()
+
+    def release(self, trajectories: int) -> None:
+        """So many trajectories no longer take up room. Does not wait."""
+        self._thread.submit(self._admission.release(trajectories))
+
+    def finish(self) -> None:
+        """Let nothing new begin; what is in flight is finished. Does not wait."""
+        self._thread.submit(self._admission.close())
 
     def stop(self) -> None:
         """Give up what is in flight; what has finished is committed. Blocks until engines and envs are free."""
@@ -64,11 +73,11 @@ class LocalBackend:
         finally:
             self._arrived.set()
 
-    async def _emit(self, table: pa.Table, trajectories: int) -> None:
+    async def _emit(self, table: pa.Table, trajectories: Sequence[int]) -> None:
         self._tables.append((table, trajectories))
         self._arrived.set()
 
-    async def _get(self) -> pa.Table | None:
+    async def _get(self) -> tuple[pa.Table, Sequence[int]] | None:
         while not self._tables:
             if self._job.outcome.done():
                 if not self._stopped:
@@ -78,6 +87,4 @@ class LocalBackend:
             if not self._job.outcome.done():
                 await self._arrived.wait()
                 await asyncio.sleep(0)  # the end of the run is seen one turn of the loop after its last event
-        table, trajectories = self._tables.popleft()
-        await self._admission.release(trajectories)
-        return table
+        return self._tables.popleft()

@@ -11,12 +11,37 @@ import math
 import numbers
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from llmcollect.components import EnvSpec
-from llmcollect.errors import EnvError
+from llmcollect.envs.process import ProcessEnv
+from llmcollect.errors import EnvError, LLMCollectError
 from llmcollect.types import Completion, Observation, Task, Transition
+
+_METHODS = ("reset", "step")
+
+
+def make_env(spec: EnvSpec, name: str) -> Any:
+    """One instance, in a process of its own if the spec says so. Blocks.
+
+    Raises:
+        SpecError: The target cannot be imported or does not take its kwargs.
+        EnvError: The constructor raised, or made something without reset() and step().
+    """
+    constructor = spec.constructor()
+    in_process = spec.isolate == "process"
+    try:
+        env = ProcessEnv(constructor, spec.kwargs, name) if in_process else constructor(**spec.kwargs)
+    except LLMCollectError:
+        raise
+    except Exception as error:
+        raise EnvError(f"env {name} could not be made: {type(error).__name__}: {error}") from error
+    found = env.methods if isinstance(env, ProcessEnv) else _METHODS
+    for method in _METHODS:
+        if method not in found or not callable(getattr(env, method, None)):
+            raise EnvError(f"env {name} is a {type(env).__name__} without a {method}() method")
+    return env
 
 
 class EnvPool:
@@ -24,30 +49,30 @@ class EnvPool:
 
     Attributes:
         hung: Instances that were given up while a call of theirs was still running.
+        late: Results of calls that had been given up; they are dropped.
     """
 
     def __init__(self, spec: EnvSpec, name: str) -> None:
         self.name = name
-        self.hung = 0
-        self._constructor = spec.constructor()
-        self._kwargs = spec.kwargs
+        self.hung = self.late = 0
+        self._spec = spec
         self._idle: list[EnvHandle] = []
 
     async def borrow(self) -> "EnvHandle":
         """An instance for one trajectory, a new one if none is idle.
 
         Raises:
-            EnvError: The constructor raised.
+            SpecError, EnvError: As `make_env`.
         """
         if self._idle:
             return self._idle.pop()
-        thread = _EnvThread(self.name)
+        thread = _EnvThread(self.name, self._note_late)
         try:
-            env = await thread.call(self._constructor, **self._kwargs)
-        except Exception as error:
+            env = await thread.call(make_env, self._spec, self.name)
+        except BaseException:
             thread.stop()
-            raise EnvError(f"env {self.name} could not be made: {type(error).__name__}: {error}") from error
-        return EnvHandle(self.name, env, thread)
+            raise
+        return EnvHandle(self.name, env, thread, self._note_late)
 
     def give_back(self, handle: "EnvHandle") -> None:
         """Let the next trajectory have it."""
@@ -63,20 +88,21 @@ class EnvPool:
         while self._idle:
             self._idle.pop().close()
 
+    def _note_late(self) -> None:
+        self.late += 1
+
 
 class EnvHandle:
     """One instance with its thread; checks what its methods return."""
 
-    def __init__(self, name: str, env: Any, thread: "_EnvThread") -> None:
-        self._name, self._env, self._thread = name, env, thread
-        for method in ("reset", "step"):
-            if not callable(getattr(env, method, None)):
-                raise EnvError(f"env {name} is a {type(env).__name__} without a {method}() method")
+    def __init__(self, name: str, env: Any, thread: "_EnvThread", on_late: Callable[[], None]) -> None:
+        self._name, self._env, self._thread, self._on_late = name, env, thread, on_late
+        self._waiting: asyncio.Task[Any] | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a blocking call is running."""
-        return self._thread.busy
+        """Whether a call is running."""
+        return self._thread.busy or (self._waiting is not None and not self._waiting.done())
 
     async def reset(self, task: Task) -> Observation:
         """`Env.reset`, its result checked.
@@ -105,19 +131,41 @@ class EnvHandle:
             observation=observation,
             terminated=bool(result.terminated),
             truncated=bool(result.truncated),
-            info=result.info,
+            info=_mapping(result.info, f"step() of env {self._name}"),
         )
 
     def close(self) -> None:
-        """Close the instance in its own thread, after what it is doing; does not wait."""
+        """Close the instance, in its own thread after what it is doing, or at once if it is a process that hangs."""
+        if self.busy and isinstance(self._env, ProcessEnv):
+            self._env.kill()
         close = getattr(self._env, "close", None)
-        self._thread.stop(close if callable(close) and not inspect.iscoroutinefunction(close) else None)
+        if inspect.iscoroutinefunction(close):
+            task = asyncio.get_running_loop().create_task(_quietly_awaited(close()))
+            _closing.add(task)
+            task.add_done_callback(_closing.discard)
+            close = None
+        self._thread.stop(close if callable(close) else None)
 
     async def _call(self, method: Callable[..., Any], argument: Any) -> Any:
         if inspect.iscoroutinefunction(method):
-            return await method(argument)
+            return await self._on_loop(method(argument))
         result = await self._thread.call(method, argument)
-        return await result if inspect.isawaitable(result) else result
+        return await self._on_loop(result) if inspect.iscoroutine(result) else result
+
+    async def _on_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Await an async env; one that goes on after its cancellation is left behind, as a blocking one is."""
+        task = self._waiting = asyncio.get_running_loop().create_task(call)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._left_behind)
+            task.cancel()
+            raise
+
+    def _left_behind(self, task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled():
+            task.exception()  # read, so that nobody reports it
+            self._on_late()
 
     def _observation(self, value: Any, method: str) -> Observation:
         if isinstance(value, str):
@@ -126,6 +174,9 @@ class EnvHandle:
             raise EnvError(
                 f"{method}() of env {self._name} must give an Observation or a text; got {type(value).__name__}"
             )
+        if not value.messages:
+            raise EnvError(f"{method}() of env {self._name} gave an observation without a message")
+        _mapping(value.info, f"{method}() of env {self._name}")
         for message in value.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise EnvError(f"{method}() of env {self._name} gave a message without a role; got {message!r:.200}")
@@ -145,8 +196,9 @@ class EnvHandle:
 class _EnvThread:
     """A daemon thread that runs one env's blocking calls: a hung one can be left behind and holds up no exit."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_late: Callable[[], None]) -> None:
         self.busy = False
+        self._on_late = on_late
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"env {name}", daemon=True).start()
 
@@ -162,7 +214,7 @@ class _EnvThread:
                     raised = RuntimeError(f"StopIteration: {raised}")
                 result, error = None, raised
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(_answer, answer, result, error)
+                loop.call_soon_threadsafe(self._answer, answer, result, error)
 
         self._jobs.put(job)
         return await answer
@@ -178,19 +230,32 @@ class _EnvThread:
             job()
             self.busy = False
 
+    def _answer(self, future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
+        if future.done():  # given up: too late
+            self._on_late()
+        elif error is None:
+            future.set_result(result)
+        elif isinstance(error, Exception):
+            future.set_exception(error)
+        else:  # SystemExit and the like must end a trajectory, not the loop
+            future.set_exception(EnvError(f"{type(error).__name__}: {error}"))
+
+
+def _mapping(info: Any, who: str) -> Mapping[str, Any]:
+    if not isinstance(info, Mapping):
+        raise EnvError(f"{who} gave an info that is no mapping; got {type(info).__name__}")
+    return info
+
+
+_closing: set[asyncio.Task[None]] = set()  # the loop holds tasks weakly
+
+
+async def _quietly_awaited(closing: Coroutine[Any, Any, Any]) -> None:
+    with contextlib.suppress(Exception):
+        await closing
+
 
 def _quietly(close: Callable[[], Any]) -> None:
     # What close() raises concerns nobody: the trajectories are done.
     with contextlib.suppress(Exception):
         close()
-
-
-def _answer(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
-    if future.done():  # given up: too late
-        return
-    if error is None:
-        future.set_result(result)
-    elif isinstance(error, Exception):
-        future.set_exception(error)
-    else:  # SystemExit and the like must end a trajectory, not the loop
-        future.set_exception(EnvError(f"{type(error).__name__}: {error}"))

@@ -13,8 +13,9 @@ import json
 import multiprocessing
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from llmcollect.components import ComponentSpec
@@ -22,20 +23,79 @@ from llmcollect.errors import LLMCollectError, PolicyError
 from llmcollect.policies.base import Policy
 
 T = TypeVar("T")
+_RESTART_WINDOW_S = 3600.0
 
 
-@dataclass(slots=True)
 class Engine:
-    """A started policy and the slots of its trajectories.
+    """A policy, started, with the slots of its trajectories. Belongs to the engine thread's loop.
 
     Attributes:
+        policy: The policy that serves now; another one after `replace`.
         slots: One a trajectory in flight; as many as the first who asked for the engine has `concurrency`.
+        users: Who lease it.
     """
 
-    policy: Policy
-    slots: asyncio.Semaphore
-    users: int = 0
-    ready: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    def __init__(self, spec: ComponentSpec, concurrency: int) -> None:
+        self.slots = asyncio.Semaphore(concurrency)
+        self.users = 0
+        self._restarts: deque[float] = deque()
+        self._spec = spec
+        self._begin()
+
+    async def ready(self) -> None:
+        """Wait until the policy has started.
+
+        Raises:
+            PolicyError: It cannot be started.
+        """
+        await asyncio.shield(self._starting)
+
+    async def replace(self, dead: Policy, max_restarts: int) -> None:
+        """Put a new policy in the place of one that died, unless somebody else has; wait until it has started.
+
+        Raises:
+            PolicyError: It cannot be started, or died too often.
+        """
+        if self.policy is dead:
+            now = time.monotonic()
+            while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
+                self._restarts.popleft()
+            if len(self._restarts) >= max_restarts:
+                raise PolicyError(
+                    f"the engine of policy {self._spec.label} died again after {len(self._restarts)} restarts within "
+                    f"an hour, as many as max_engine_restarts allows"
+                )
+            self._restarts.append(now)
+            self._begin(dead)
+        await self.ready()
+
+    async def close(self) -> None:
+        """Free it, also when whoever waited was cancelled while it came up."""
+        with contextlib.suppress(Exception):
+            await asyncio.shield(self._starting)
+        if not self._starting.cancelled() and not self._starting.exception():
+            await asyncio.shield(asyncio.ensure_future(self.policy.close()))
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be started."""
+        return self._starting.done() and self._starting.exception() is not None
+
+    def _begin(self, dead: Policy | None = None) -> None:
+        self.policy: Policy = self._spec.build()
+        self._starting = asyncio.get_running_loop().create_task(self._start(self.policy, dead))
+        self._starting.add_done_callback(_read)
+
+    async def _start(self, policy: Policy, dead: Policy | None) -> None:
+        if dead is not None:
+            with contextlib.suppress(Exception):
+                await dead.close()
+        try:
+            await policy.start()
+        except LLMCollectError:
+            raise
+        except Exception as error:
+            raise PolicyError(f"policy {self._spec.label} did not start: {type(error).__name__}: {error}") from error
 
 
 class Job(Generic[T]):
@@ -112,32 +172,18 @@ class EngineThread:
         """
         key = json.dumps([spec.target, spec.kwargs, id(spec._constructor)], sort_keys=True, default=repr)
         engine = self._engines.get(key)
-        if engine is None:
-            engine = self._engines[key] = Engine(spec.build(), asyncio.Semaphore(concurrency))
-            self.loop.create_task(self._start(key, engine, spec.label))
+        if engine is None or engine.failed:
+            engine = self._engines[key] = Engine(spec, concurrency)
         engine.users += 1
         try:
-            await asyncio.shield(engine.ready)
+            await engine.ready()
             yield engine
         finally:
             engine.users -= 1
-            if not engine.users and self._engines.get(key) is engine:
-                del self._engines[key]
-                await _close(engine)
-
-    async def _start(self, key: str, engine: Engine, label: str) -> None:
-        try:
-            await engine.policy.start()
-        except BaseException as error:  # noqa: BLE001 - belongs to those who wait
-            if self._engines.get(key) is engine:
-                del self._engines[key]
-            if not isinstance(error, LLMCollectError):
-                cause, error = error, PolicyError(f"policy {label} did not start: {type(error).__name__}: {error}")
-                error.__cause__ = cause
-            engine.ready.set_exception(error)
-            engine.ready.exception()  # read: nobody may be waiting any more
-        else:
-            engine.ready.set_result(None)
+            if not engine.users:
+                if self._engines.get(key) is engine:
+                    del self._engines[key]
+                await engine.close()
 
     def _close_all(self) -> None:
         """At exit: cancel what runs, so that no engine process is left behind."""
@@ -166,12 +212,10 @@ def engine_thread() -> EngineThread:
         return _current[1]
 
 
-async def _close(engine: Engine) -> None:
-    if not engine.ready.done():  # whoever waited was cancelled while the engine came up
-        with contextlib.suppress(Exception):
-            await asyncio.shield(engine.ready)
-    if not engine.ready.exception():
-        await asyncio.shield(asyncio.ensure_future(engine.policy.close()))
+def _read(task: "asyncio.Task[None]") -> None:
+    """Take note of a task's error: perhaps nobody waits for it, and asyncio would report it as lost."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _refuse_without_main_guard() -> None:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmcollect.errors import PolicyError, PromptTooLongError, SpecError
+from llmcollect.errors import EngineDeadError, PolicyError, PromptTooLongError, SpecError
 from llmcollect.orphans import own_children
 from llmcollect.policies import smollm2
 from llmcollect.quiet import quiet_libraries
@@ -96,7 +96,10 @@ class VLLMPolicy:
     async def generate(self, prompt_ids: list[int], sampling: Sampling, seed: int, request_id: str) -> Generation:
         """Sample one response; what is cancelled is freed in the engine."""
         from vllm.exceptions import VLLMError
+        from vllm.v1.engine.exceptions import EngineDeadError as EngineDead
 
+        if self._engine is None:
+            raise EngineDeadError("the engine was closed")
         if len(prompt_ids) >= self.max_context:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt_ids)} tokens and the model's context holds {self.max_context}: "
@@ -105,7 +108,11 @@ class VLLMPolicy:
         params = _sampling_params(sampling, seed, self._end_ids)
         try:
             outputs = [out async for out in self._engine.generate({"prompt_token_ids": prompt_ids}, params, request_id)]
+        except EngineDead as error:
+            raise EngineDeadError(f"vLLM's engine died: {_one_line(error)}") from error
         except VLLMError as error:
+            if self._engine.errored:
+                raise EngineDeadError(f"vLLM's engine died: {_one_line(error)}") from error
             raise PolicyError(f"vLLM: {type(error).__name__}: {_one_line(error)}") from error
         if not outputs or outputs[-1].outputs[0].finish_reason == "abort":
             raise PolicyError("vLLM aborted the request")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from llmcollect.batch import StepBatch
@@ -18,6 +20,7 @@ from llmcollect.schema import STEP_SCHEMA
 from llmcollect.store import layout
 from llmcollect.store.files import Files, open_files
 from llmcollect.store.record import COMMIT_KEY, CommitRecord, read_run
+from llmcollect.types import GroupRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,17 @@ class Run:
                 yield record
                 number += 1
 
+    def group_records(self) -> list[GroupRecord]:
+        """What has become of each group that has arrived in part or whole, in order; read from footers alone."""
+        arrived: Counter[int] = Counter()
+        failed: Counter[int] = Counter()
+        size = self.spec.group_size
+        for commit in self.commits():
+            lost = set(commit.failed)
+            for trajectory in commit.trajectories:
+                (failed if trajectory in lost else arrived)[trajectory // size] += 1
+        return [GroupRecord(group, size, arrived[group], failed[group]) for group in sorted({*arrived, *failed})]
+
     def to_arrow(self, include_failed: bool = False) -> pa.Table:
         """All rows as one table, in memory."""
         tables = [batch.to_arrow() for batch in self.steps(include_failed)]
@@ -135,6 +149,18 @@ def open_run(root: str | os.PathLike[str]) -> Run:
         StoreError: There is no run, it cannot be read, or its format is newer than this version knows.
     """
     return Run(open_files(root))
+
+
+def stored_members_of_open_groups(files: Files, spec: RunSpec) -> Iterator[pa.Table]:
+    """The rows of groups of which some members are in the store and some are not, commit by commit."""
+    run = Run(files)
+    size = spec.group_size
+    open_groups = {r.group for r in run.group_records() if r.arrived + r.failed < size}
+    for commit in run.commits() if open_groups else ():
+        if any(trajectory // size in open_groups for trajectory in commit.trajectories):
+            table = read_commit(files, commit.shard, commit.number)
+            assert table is not None
+            yield table.filter(pc.is_in(table["group"], value_set=pa.array(sorted(open_groups), pa.int64())))
 
 
 def read_commit(files: Files, shard: int, number: int) -> pa.Table | None:
@@ -201,7 +227,8 @@ def _conversation(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": "system", "content": "[the context starts anew]"})
         messages += json.loads(row["messages"] or "[]")
         if row["response_text"] is not None:
-            messages.append({"role": "assistant", "content": row["response_text"]})
+            parsed = row["response_message"]
+            messages.append(json.loads(parsed) if parsed else {"role": "assistant", "content": row["response_text"]})
     messages += json.loads(rows[-1]["observation"] or "[]")
     return messages
 

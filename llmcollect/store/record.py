@@ -142,8 +142,9 @@ def _check_same_run(root: str, stored: RunRecord, wanted: RunRecord) -> None:
     """Identity must agree; engine arguments and limits may differ; `num_groups` may only grow."""
     differences = []
     for name in ("envs", "seed", "group_size", "num_shards", "sampling"):
-        if stored.spec.get(name) != wanted.spec[name]:
-            differences.append(f"{name} (stored {stored.spec.get(name)!r}, asked for {wanted.spec[name]!r})")
+        before, after = _identity(stored.spec.get(name)), _identity(wanted.spec[name])
+        if before != after:
+            differences.append(f"{name} (stored {before!r}, asked for {after!r})")
     if stored.fingerprints != wanted.fingerprints:
         differences.append(f"policies (stored {stored.fingerprints!r}, asked for {wanted.fingerprints!r})")
     before, after = stored.spec.get("num_groups"), wanted.spec["num_groups"]
@@ -154,3 +155,10 @@ def _check_same_run(root: str, stored: RunRecord, wanted: RunRecord) -> None:
             f"{root} holds another run; these fields differ: {'; '.join(differences)}. "
             f"Use the stored values to go on with it, or another root"
         )
+
+
+def _identity(value: Any) -> Any:
+    """A field of a spec without what only says where things run."""
+    if isinstance(value, list):
+        return [{k: v for k, v in item.items() if k != "isolate"} if isinstance(item, dict) else item for item in value]
+    return value
