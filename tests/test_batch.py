@@ -93,7 +93,7 @@ def test_rows_keep_their_contexts_in_any_order(trajectories: list[Trajectory], d
     again = StepBatch.from_tensordict(expected)
     assert plain(again.to_arrow()) == plain(whole[order].to_arrow())
     assert whole[0:0].to_tensordict().batch_size == (0,)
-        assert contexts_of(again.to_tensordict()) == contexts_of(expected)
+    assert contexts_of(again.to_tensordict()) == contexts_of(expected)
 
 
 def contexts_of(batch: StepTensorDict) -> list[list[int]]:
