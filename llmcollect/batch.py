@@ -395,16 +395,16 @@ def _tensordict(
     values: Mapping[tuple[str, ...], npt.NDArray[Any]], texts: Mapping[tuple[str, ...], list[str | None]], size: int
 ) -> "StepTensorDict":
     import torch
-    from tensordict import NonTensorData, NonTensorStack, TensorDict
+    from tensordict import NonTensorData, TensorDict
 
-    from llmcollect.tensors import StepTensorDict
+    from llmcollect.tensors import StepTensorDict, TextStack
 
     nested: dict[str, dict[str, Any]] = {}
     for (outer, inner), array in values.items():
         # Arrow's memory is read-only; a trainer may write into its batch.
         nested.setdefault(outer, {})[inner] = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     for (outer, inner), items in texts.items():
-        nested.setdefault(outer, {})[inner] = NonTensorStack(*items) if items else NonTensorData([], batch_size=[0])
+        nested.setdefault(outer, {})[inner] = TextStack(texts=items) if items else NonTensorData([], batch_size=[0])
     return StepTensorDict(
         {outer: TensorDict(inner, batch_size=[size]) for outer, inner in nested.items()}, batch_size=[size]
     )

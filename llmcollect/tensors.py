@@ -1,10 +1,12 @@
-"""StepTensorDict: the TensorDict that a training loop gets."""
+"""StepTensorDict: the TensorDict that a training loop gets, and TextStack: its texts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict.utils import LinkedList
 from torch.nn.functional import pad
 
 _PADDED: dict[tuple[str, str], int | float | bool] = {
@@ -37,6 +39,69 @@ class StepTensorDict(TensorDict):  # type: ignore[misc]  # tensordict is Any to 
         if func in (torch.cat, torch.stack) and args and all(isinstance(item, TensorDict) for item in args[0]):
             args = (_widened(args[0]), *args[1:])
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class TextStack(NonTensorStack):  # type: ignore[misc]
+    """A NonTensorStack of one text a row that makes its items when somebody asks for one of them.
+
+    A NonTensorData takes tens of microseconds to make, and a batch has a dozen texts a row: more than all the rest of
+    a step. Reading the texts, and taking rows by integers, slices or masks, makes none. Whatever else is done to the
+    stack finds the items in their place.
+
+    Args:
+        texts: One a row; at least one.
+    """
+
+    def __new__(cls, *items: Any, texts: Sequence[str | None] | None = None, **kwargs: Any) -> "TextStack":
+        return super().__new__(cls)
+
+    def __init__(self, *items: Any, texts: Sequence[str | None] | None = None, **kwargs: Any) -> None:
+        if texts is None:
+            super().__init__(*items, **kwargs)
+            return
+        super().__init__(texts[0])
+        self._batch_size = torch.Size([len(texts)])
+        self._items: list[Any] | None = None
+        self._texts: list[str | None] | None = list(texts)
+
+    @property
+    def tensordicts(self) -> list[Any]:
+        """The items, made on first use."""
+        if self._items is None:
+            self._items = [NonTensorData(text) for text in self._texts or ()]
+            self._texts = None  # the items may be written to
+        return self._items
+
+    @tensordicts.setter
+    def tensordicts(self, items: list[Any]) -> None:
+        self._items, self._texts = items, None
+
+    def _has_names(self) -> bool:
+        # Asked whenever the stack is put into a TensorDict; texts that have not been made have no names.
+        return self._texts is None and super()._has_names()
+
+    def tolist(self, *, as_linked_list: bool = False, **options: Any) -> list[Any]:
+        if self._texts is None:
+            items: list[Any] = super().tolist(as_linked_list=as_linked_list, **options)
+            return items
+        if not as_linked_list:
+            return list(self._texts)
+        return LinkedList(self._texts, td=self)  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._texts is None:
+            return super().__getitem__(index)
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if isinstance(index, int) and not isinstance(index, bool):
+            return NonTensorData(self._texts[index])
+        if isinstance(index, torch.Tensor) and index.ndim == 1:
+            index = index.numpy(force=True)
+        if isinstance(index, slice | range | list | np.ndarray):
+            rows = np.arange(len(self._texts))[index]
+            if rows.ndim == 1 and len(rows):
+                return TextStack(texts=[self._texts[row] for row in rows])
+        return super().__getitem__(index)
 
 
 def _widened(batches: Sequence[TensorDict]) -> list[TensorDict]:
