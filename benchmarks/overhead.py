@@ -2,7 +2,8 @@
 
     python -m benchmarks.overhead [--steps 20480] [--repeats 3]
 
-`steps_per_s` of llmcollect; `ratio` to TorchRL's sync LLMCollector at the same work (extra `torchrl`), null without it.
+`steps_per_s` of llmcollect; `ratio` to TorchRL's sync LLMCollector over its ChatEnv at the same work (extra `torchrl`),
+null without it.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> None:
     for _ in range(options.repeats):
         rates.append(product(options.steps))
         if has_peer:
-            peers.append(peer(min(options.steps, 2560)))
+            peers.append(peer(min(options.steps, 1280)))
         print(f"llmcollect {rates[-1]:,.0f} steps/s" + (f", TorchRL {peers[-1]:,.0f} steps/s" if peers else ""))
     rate = statistics.median(rates)
     theirs = statistics.median(peers) if peers else None

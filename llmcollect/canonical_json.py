@@ -38,10 +38,6 @@ def dumps(value: Any) -> str:
     return text
 
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, default=_encode, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-
-
 def _encode(value: Any) -> Any:
     match value:
         case datetime.datetime() | datetime.date() | datetime.time():
@@ -82,3 +78,6 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     return _plain(_encode(value), depth + 1)
+
+
+_compact = json.JSONEncoder(default=_encode, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode

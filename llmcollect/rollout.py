@@ -7,7 +7,6 @@ batching does the batching and no env waits for another. A failure ends its own 
 again with a fresh env, and in the end records the last try with its traceback.
 """
 
-import asyncio
 import time
 import traceback
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from itertools import count
 from typing import Any
 
 from llmcollect import canonical_json
+from llmcollect.deadline import Deadline
 from llmcollect.envs.pool import EnvHandle, EnvPool
 from llmcollect.errors import EngineDeadError, EnvError, PolicyError, PromptTooLongError, SpecError
 from llmcollect.policies.base import Policy
@@ -57,8 +57,7 @@ async def collect_trajectory(
         attempt = Attempt(_task_json(plan.task))
         policy = engine.policy
         try:
-            async with asyncio.timeout(spec.limits.trajectory_timeout_s):
-                await _rollout(plan, pool, policy, spec, attempt, f"{plan.trajectory}-{number}")
+            await _rollout(plan, pool, policy, spec, attempt, f"{plan.trajectory}-{number}")
         except SpecError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever an env or engine raises is this trajectory's end
@@ -89,49 +88,56 @@ async def _rollout(
     plan: TrajectoryPlan, pool: EnvPool, policy: Policy, spec: RunSpec, attempt: Attempt, request: str
 ) -> None:
     """The episode with an env of the pool, which has it back if all went well."""
-    env = await pool.borrow()
-    try:
-        await _converse(plan, env, policy, spec, attempt, request)
-    except BaseException:
-        pool.discard(env)
-        raise
-    pool.give_back(env)
+    async with Deadline(spec.limits.trajectory_timeout_s) as deadline:
+        env = await pool.borrow()
+        try:
+            await _converse(plan, env, policy, spec, attempt, request, deadline)
+        except BaseException:
+            pool.discard(env)
+            raise
+        pool.give_back(env)
 
 
 async def _converse(
-    plan: TrajectoryPlan, env: EnvHandle, policy: Policy, spec: RunSpec, attempt: Attempt, request: str
+    plan: TrajectoryPlan,
+    env: EnvHandle,
+    policy: Policy,
+    spec: RunSpec,
+    attempt: Attempt,
+    request: str,
+    deadline: Deadline,
 ) -> None:
     """The episode itself; appends to `attempt.steps` as it goes."""
     limits, steps = spec.limits, attempt.steps
-    async with _limit(limits.reset_timeout_s, "reset"):
-        observation = await env.reset(plan.task)
+    deadline.phase(limits.reset_timeout_s, EnvError, "reset")
+    observation = await env.reset(plan.task)
     attempt.task = _task_json(plan.task, observation)
     conversation = policy.conversation(observation.tools)
+    messages = canonical_json.dumps(list(observation.messages))
     for number in count():
         step = Step(step=number, seed=plan.step_seed(number), started_at=_now())
         step.prompt_ids, step.context_reset = conversation.prompt(observation.messages, observation.new_context)
-        step.messages = canonical_json.dumps(list(observation.messages))
+        step.messages = messages
         if steps and (exhausted := _exhausted(len(conversation.context_ids), policy, limits)):
             _truncate(steps[-1], exhausted)
             return
         steps.append(step)
 
-        async with _limit(limits.generate_timeout_s, "generate"):
-            generation = await policy.generate(
-                conversation.context_ids, spec.sampling, step.seed, f"{request}-{number}"
-            )
+        deadline.phase(limits.generate_timeout_s, PolicyError, "generate")
+        generation = await policy.generate(conversation.context_ids, spec.sampling, step.seed, f"{request}-{number}")
         _record_generation(step, generation)
         step.response_text, message = conversation.respond(generation.token_ids)
         if len(message) > 2 or message.get("content") != step.response_text:
             step.response_message = canonical_json.dumps(message)
 
-        async with _limit(limits.step_timeout_s, "step"):
-            transition = await env.step(
-                Completion(step.response_text, message, generation.token_ids, generation.finish_reason)
-            )
+        deadline.phase(limits.step_timeout_s, EnvError, "step")
+        transition = await env.step(
+            Completion(step.response_text, message, generation.token_ids, generation.finish_reason)
+        )
         step.reward, step.terminated, step.truncated = transition.reward, transition.terminated, transition.truncated
         step.info = canonical_json.dumps(dict(transition.info)) if transition.info else None
-        step.observation = _messages_json(transition.observation)
+        if transition.observation is not None:
+            step.observation = messages = canonical_json.dumps(list(transition.observation.messages))
         step.finished_at = _now()
         if step.terminated or step.truncated:
             return
@@ -185,28 +191,6 @@ def _task_json(task: Task, observation: Observation | None = None) -> str:
         if observation.tools:
             described["tools"] = list(observation.tools)
     return canonical_json.dumps(described)
-
-
-def _messages_json(observation: Observation | None) -> str | None:
-    return None if observation is None else canonical_json.dumps(list(observation.messages))
-
-
-class _limit:
-    """A time-out whose error says what took too long."""
-
-    def __init__(self, seconds: float, what: str) -> None:
-        self._seconds, self._what = seconds, what
-        self._timeout = asyncio.timeout(seconds)
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        try:
-            await self._timeout.__aexit__(*exc_info)  # type: ignore[arg-type]
-        except TimeoutError as error:
-            kind = PolicyError if self._what == "generate" else EnvError
-            raise kind(f"{self._what} took longer than {self._seconds:g} s") from error
 
 
 def _now() -> int:

@@ -7,6 +7,7 @@ schedule that does not look at shards, and every seed is a hash of names and ind
 resumed run has the same one, and growing `num_groups` leaves the groups before it as they were.
 """
 
+import functools
 import hashlib
 import math
 import random
@@ -172,7 +173,7 @@ class TrajectoryPlan:
 
     def step_seed(self, step: int) -> int:
         """Sampling seed of a step, in [0, 2**32); at any one step it differs between the samples of a group."""
-        return (self.seed + derive_seed("step", step)) % 2**32
+        return (self.seed + _step_offset(step)) % 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,11 @@ def plan_groups(spec: RunSpec, shard: int | None = None) -> Iterator[GroupPlan]:
                 for sample in range(spec.group_size)
             ),
         )
+
+
+@functools.cache
+def _step_offset(step: int) -> int:
+    return derive_seed("step", step)
 
 
 def derive_seed(*parts: str | int) -> int:

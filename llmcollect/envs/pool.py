@@ -72,7 +72,7 @@ class EnvPool:
         except BaseException:
             thread.stop()
             raise
-        return EnvHandle(self.name, env, thread, self._note_late)
+        return EnvHandle(self.name, env, thread)
 
     def give_back(self, handle: "EnvHandle") -> None:
         """Let the next trajectory have it."""
@@ -95,14 +95,13 @@ class EnvPool:
 class EnvHandle:
     """One instance with its thread; checks what its methods return."""
 
-    def __init__(self, name: str, env: Any, thread: "_EnvThread", on_late: Callable[[], None]) -> None:
-        self._name, self._env, self._thread, self._on_late = name, env, thread, on_late
-        self._waiting: asyncio.Task[Any] | None = None
+    def __init__(self, name: str, env: Any, thread: "_EnvThread") -> None:
+        self._name, self._env, self._thread = name, env, thread
 
     @property
     def busy(self) -> bool:
-        """Whether a call is running."""
-        return self._thread.busy or (self._waiting is not None and not self._waiting.done())
+        """Whether a blocking call is running."""
+        return self._thread.busy
 
     async def reset(self, task: Task) -> Observation:
         """`Env.reset`, its result checked.
@@ -148,24 +147,9 @@ class EnvHandle:
 
     async def _call(self, method: Callable[..., Any], argument: Any) -> Any:
         if inspect.iscoroutinefunction(method):
-            return await self._on_loop(method(argument))
+            return await method(argument)
         result = await self._thread.call(method, argument)
-        return await self._on_loop(result) if inspect.iscoroutine(result) else result
-
-    async def _on_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Await an async env; one that goes on after its cancellation is left behind, as a blocking one is."""
-        task = self._waiting = asyncio.get_running_loop().create_task(call)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._left_behind)
-            task.cancel()
-            raise
-
-    def _left_behind(self, task: "asyncio.Task[Any]") -> None:
-        if not task.cancelled():
-            task.exception()  # read, so that nobody reports it
-            self._on_late()
+        return await result if inspect.iscoroutine(result) else result
 
     def _observation(self, value: Any, method: str) -> Observation:
         if isinstance(value, str):
