@@ -84,6 +84,16 @@ class VLLMPolicy:
             raise PolicyError(f"vLLM did not start with {self._model!r}: {_one_line(error)}") from cause
 
     @property
+    def engine(self) -> Any:
+        """vLLM's AsyncLLM, for what this class does not offer; only on the loop that started it."""
+        return self._engine
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids with which the model ends its turn; each request stops at them."""
+        return self._end_ids
+
+    @property
     def max_context(self) -> int:
         """The engine's `max_model_len`."""
         return int(self._engine.model_config.max_model_len)
