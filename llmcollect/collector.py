@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, get_args
 
@@ -11,7 +12,7 @@ from llmcollect.backends.local import LocalBackend
 from llmcollect.batch import StepBatch
 from llmcollect.batching import GroupBatching, Yields, make_batching
 from llmcollect.components import ComponentSpec, EnvSpec
-from llmcollect.errors import SpecError
+from llmcollect.errors import LLMCollectError, SpecError
 from llmcollect.preflight import check_components, open_root
 from llmcollect.progress import ShardProgress
 from llmcollect.run import Limits, RunSpec, Sampling, explain
@@ -108,6 +109,8 @@ class LLMCollector:
         self._batching = make_batching(yields, steps_per_batch, group_size, keep_incomplete)
         self._backend: LocalBackend | None = None
         self._ended = False
+        self._error: LLMCollectError | None = None
+        self._lock = threading.RLock()
         self._stream: Stream | None = None
 
     def __iter__(self) -> Iterator["StepTensorDict"]:
@@ -129,6 +132,9 @@ class LLMCollector:
         rows = self._take() if left > 0 else None
         if rows is None:
             self._finish()
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
             raise StopIteration
         if self._batching.divisible and len(rows) > left:
             rows = rows[: int(left)]
@@ -140,14 +146,25 @@ class LLMCollector:
     def _take(self) -> StepBatch | None:
         """The next batch; None at the end."""
         while (rows := self._batching.take(at_end=self._ended)) is None and not self._ended:
-            if self._backend is None:
-                self._backend = self._begin()
-            arrived = self._backend.get()
+            try:
+                arrived = self._running().get()
+            except LLMCollectError as error:
+                self._error, self._ended = error, True  # raised once what came before it is handed out
+                continue
             if arrived is None:
                 self._ended = True
             else:
-                self._backend.release(self._batching.add(*arrived))
+                self._running().release(self._batching.add(*arrived))
         return rows
+
+    def _running(self) -> LocalBackend:
+        """The collection, begun by whoever asks first; `close` may come at the same time from another thread."""
+        with self._lock:
+            if self._backend is None:
+                if self._ended:
+                    raise StopIteration
+                self._backend = self._begin()
+            return self._backend
 
     def _begin(self) -> LocalBackend:
         if self._root is None:
@@ -182,7 +199,7 @@ class LLMCollector:
         """
         if self.is_running():
             raise SpecError("this collector streams already: stop() it first")
-        self._stream = Stream(iter(self._next_batch_or_none, None), replay_buffer, queue)
+        self._stream = Stream(iter(self._next_batch_or_none, None), replay_buffer, queue, self.close)
 
     def is_running(self) -> bool:
         """Whether a stream that `start` began goes on."""
@@ -218,8 +235,9 @@ class LLMCollector:
         """Stop: what is in flight is given up, what has finished is committed, engines and envs are freed."""
         self._ended = True
         self._total_steps = self._handed_out  # what is held is not handed out any more
-        if self._backend is not None:
-            self._backend.stop()
+        with self._lock:
+            if self._backend is not None:
+                self._backend.stop()
 
     def __enter__(self) -> Self:
         return self

@@ -55,6 +55,7 @@ async def collect_trajectory(
     tries = 0  # without those that the engine's death ended: that is no fault of the trajectory
     for number in count():
         attempt = Attempt(_task_json(plan.task))
+        await engine.ready()  # it may be one that replaces a dead one, and is still coming up
         policy = engine.policy
         try:
             await _rollout(plan, pool, policy, spec, attempt, f"{plan.trajectory}-{number}")
@@ -89,6 +90,7 @@ async def _rollout(
 ) -> None:
     """The episode with an env of the pool, which has it back if all went well."""
     async with Deadline(spec.limits.trajectory_timeout_s) as deadline:
+        deadline.phase(spec.limits.reset_timeout_s, EnvError, f"making env {pool.name}")
         env = await pool.borrow()
         try:
             await _converse(plan, env, policy, spec, attempt, request, deadline)

@@ -12,7 +12,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Literal
@@ -59,7 +59,7 @@ class Limits(_Model):
         concurrency: Trajectories in flight per engine.
         max_open_trajectories: Most trajectories that run, or have finished and were not yet taken by the consumer (or,
             where nobody consumes, by the store), before no new group starts. None: four times what the engines hold.
-        reset_timeout_s, step_timeout_s: Longest call of an env.
+        reset_timeout_s, step_timeout_s: Longest call of an env; making one may take as long as a reset.
         generate_timeout_s: Longest wait for one response.
         trajectory_timeout_s: Longest trajectory, all in all.
         max_attempts: Tries at a trajectory before its failure is recorded.
@@ -152,6 +152,12 @@ class RunSpec(_Model):
     def policy_of_shard(self, shard: int) -> int:
         """Index of the policy that serves a shard."""
         return shard % len(self.policies)
+
+    def planned(self, trajectories: Iterable[int]) -> int:
+        """How many of these trajectories the plan has: a root may hold more, of a run that had grown."""
+        if self.num_groups is None:
+            return len(list(trajectories))
+        return sum(number < self.num_groups * self.group_size for number in trajectories)
 
     def groups_in_shard(self, shard: int) -> int | None:
         """How many groups the plan gives to a shard; None for an unbounded run."""

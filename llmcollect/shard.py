@@ -83,11 +83,11 @@ async def collect_shard(
     if writer:
         await asyncio.to_thread(writer.catch_up)
     progress.planned = None if spec.num_groups is None else (spec.groups_in_shard(shard) or 0) * spec.group_size
-    progress.stored = len(writer.done) if writer else 0
+    progress.stored = spec.planned(writer.done) if writer else 0
     if progress.planned is None or progress.stored < progress.planned:
         await _collect_missing(spec, shard, writer, admission, progress, emit)
     # An unbounded run arrives here when it was told to finish: its plan is what it holds.
-    if writer and (progress.planned is None or len(writer.done) >= progress.planned):
+    if writer and (progress.planned is None or spec.planned(writer.done) >= progress.planned):
         await asyncio.to_thread(writer.end)
     progress.end()
     return progress
@@ -137,16 +137,16 @@ async def _collect_missing(
         progress.add(trajectory)
         progress.hung_envs = sum(pool.hung for pool in pools)
         progress.late_results = sum(pool.late for pool in pools)
+        running -= 1
+        committer.add(trajectory)
+        bound.finish()
+        failures.add(trajectory)
         if progress.hung_envs > spec.limits.max_hung_envs:
             raise RunFailedError(
                 f"{progress.hung_envs} calls of envs do not return, more than max_hung_envs="
                 f"{spec.limits.max_hung_envs} allows; the last one of {pools[plan.env].name}: "
                 f'isolate="process" lets them be ended'
             )
-        running -= 1
-        committer.add(trajectory)
-        bound.finish()
-        failures.add(trajectory)
 
     with single_error():
         async with asyncio.TaskGroup() as life:

@@ -6,6 +6,7 @@ The thread waits for batches and for room in the sink; `stop` unblocks both. Wha
 `join`, and travels on the end marker, so that no consumer waits for a producer that is dead.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -43,17 +44,27 @@ class Queue(Protocol):
         """Add an item; `queue.Full` if there was no room within the time."""
         ...
 
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Take an item; `queue.Empty` if there is none."""
+        ...
+
 
 class Stream:
     """One background stream. Made by `LLMCollector.start`."""
 
-    def __init__(self, batches: Iterator[Any], replay_buffer: ReplayBuffer | None, queue: Queue | None) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        replay_buffer: ReplayBuffer | None,
+        queue: Queue | None,
+        on_error: Callable[[], None],
+    ) -> None:
         if (replay_buffer is None) == (queue is None):
             raise SpecError("start() streams into either a replay_buffer or a queue: pass one of them")
         for sink, method in ((replay_buffer, "extend"), (queue, "put")):
             if sink is not None and not callable(getattr(sink, method, None)):
                 raise SpecError(f"start() needs an object with {method}(); got {type(sink).__name__}")
-        self._batches = batches
+        self._batches, self._on_error = batches, on_error
         self._deliver: Callable[[Any], Any] = self._put if replay_buffer is None else replay_buffer.extend
         self._queue = queue
         self._stopped = threading.Event()
@@ -90,16 +101,21 @@ class Stream:
                 self._deliver(batch)
         except BaseException as error:  # noqa: BLE001 - raised by join()
             self._error = error
+            self._on_error()
         if self._queue is not None:
             self._put(EndOfRun(self._error))
 
     def _put(self, item: Any) -> None:
-        """Wait for room, but not for ever once stopped."""
+        """Wait for room; once stopped, only the end marker still has to get in, if need be in the place of a batch."""
         assert self._queue is not None
         while True:
             try:
                 self._queue.put(item, timeout=_PATIENCE_S)
                 return
             except queue.Full:
-                if self._stopped.is_set():
+                if not self._stopped.is_set():
+                    continue
+                if not isinstance(item, EndOfRun):
                     return
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get(block=False)

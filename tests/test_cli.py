@@ -74,15 +74,20 @@ def test_collect_prints_a_table_conversations_and_how_to_read_on(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_says_so_and_keeps_what_had_finished(tmp_path: Path) -> None:
-    policy = {"target": "tests.fakes:BytePolicy", "kwargs": {"delay_s": 0.1}}
-    file = spec_file(tmp_path, policy, num_groups=5000, limits={"commit_rows": 16, "concurrency": 8})
+@pytest.mark.engine
+def test_an_interrupted_run_says_so_and_keeps_what_had_finished(tmp_path: Path, tiny: Path) -> None:
+    """Ctrl-C in a terminal: the engine and the server get the signal as well."""
+    policy = {"target": VLLM, "kwargs": {"model": str(tiny), **ENGINE_ARGS}}
+    limits = {"commit_rows": 16, "concurrency": 8}
+    file = spec_file(tmp_path, policy, num_groups=5000, sampling={"max_tokens": 64}, limits=limits)
     root = tmp_path / "run"
     with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
-        process = llmcollect("collect", "--run", file, "--root", str(root), home=tmp_path, stdout=out, stderr=err)
+        process = llmcollect(
+            "collect", "--run", file, "--root", str(root), home=tmp_path, stdout=out, stderr=err, start_new_session=True
+        )
     wait_until(lambda: len(list(root.glob("steps/*/*.parquet"))) >= 2 or process.poll() is not None, 200)
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
     text = (tmp_path / "err").read_text()
     assert text.splitlines()[-1].startswith("error: interrupted; what had finished is kept")
@@ -90,7 +95,9 @@ def test_an_interrupted_run_says_so_and_keeps_what_had_finished(tmp_path: Path) 
         assert chatter not in text
     assert (tmp_path / "out").read_text() == ""
     wait_until(lambda: not any(child.is_running() for child in children), 30)
-    assert open_run(root).to_arrow().num_rows >= 32
+    run = open_run(root)
+    assert run.to_arrow().num_rows >= 32
+    assert not any(commit.failed for commit in run.commits()), "what was in flight has not failed"
 
 
 @pytest.mark.slow

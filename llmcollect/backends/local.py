@@ -32,6 +32,7 @@ class LocalBackend:
         self._arrived = asyncio.Event()
         self._stopped = False
         self._job: Job[None] = self._thread.submit(self._run())
+        self._job.outcome.add_done_callback(lambda _: self._thread.loop.call_soon_threadsafe(self._arrived.set))
 
     def get(self) -> tuple[pa.Table, Sequence[int]] | None:
         """The rows of the next commit with the numbers of its trajectories, None at the end; blocks.
@@ -39,7 +40,10 @@ class LocalBackend:
         Raises:
             LLMCollectError: What ended the collection.
         """
-        return self._thread.submit(self._get()).result()
+        while not self._tables:
+            if not self._thread.submit(self._more()).result():
+                return None
+        return self._tables.popleft()  # here, not on the loop: an interrupted call takes nothing with it
 
     def release(self, trajectories: int) -> None:
         """So many trajectories no longer take up room. Does not wait."""
@@ -56,35 +60,31 @@ class LocalBackend:
         self._job.wait()
 
     async def _run(self) -> None:
-        try:
-            with single_error():
-                async with asyncio.TaskGroup() as shards:
-                    for progress in self.progress:
-                        shards.create_task(
-                            collect_shard(
-                                self._spec,
-                                progress.shard,
-                                root=self._root,
-                                admission=self._admission,
-                                progress=progress,
-                                emit=self._emit,
-                            )
+        with single_error():
+            async with asyncio.TaskGroup() as shards:
+                for progress in self.progress:
+                    shards.create_task(
+                        collect_shard(
+                            self._spec,
+                            progress.shard,
+                            root=self._root,
+                            admission=self._admission,
+                            progress=progress,
+                            emit=self._emit,
                         )
-        finally:
-            self._arrived.set()
+                    )
 
     async def _emit(self, table: pa.Table, trajectories: Sequence[int]) -> None:
         self._tables.append((table, trajectories))
         self._arrived.set()
 
-    async def _get(self) -> tuple[pa.Table, Sequence[int]] | None:
+    async def _more(self) -> bool:
+        """Wait for rows or for the end, and say which."""
         while not self._tables:
             if self._job.outcome.done():
                 if not self._stopped:
                     self._job.outcome.result()
-                return None
+                return False
             self._arrived.clear()
-            if not self._job.outcome.done():
-                await self._arrived.wait()
-                await asyncio.sleep(0)  # the end of the run is seen one turn of the loop after its last event
-        return self._tables.popleft()
+            await self._arrived.wait()
+        return True

@@ -197,6 +197,7 @@ class _EnvThread:
                 if isinstance(raised, StopIteration):  # which a future refuses
                     raised = RuntimeError(f"StopIteration: {raised}")
                 result, error = None, raised
+            self.busy = False  # before the answer is heard, which may be a reason to look
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(self._answer, answer, result, error)
 
@@ -212,7 +213,6 @@ class _EnvThread:
         while (job := self._jobs.get()) is not None:
             self.busy = True
             job()
-            self.busy = False
 
     def _answer(self, future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
         if future.done():  # given up: too late

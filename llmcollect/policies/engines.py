@@ -6,8 +6,8 @@ collectors that name the same policy share one, and the last to leave closes it.
 """
 
 import asyncio
-import atexit
 import concurrent.futures
+import concurrent.futures.thread  # its own hook at exit must be registered first: hooks run in reverse order
 import contextlib
 import json
 import multiprocessing
@@ -24,6 +24,7 @@ from llmcollect.policies.base import Policy
 
 T = TypeVar("T")
 _RESTART_WINDOW_S = 3600.0
+_EXIT_S = 30.0
 
 
 class Engine:
@@ -146,11 +147,16 @@ class EngineThread:
         self._engines: dict[str, Engine] = {}
         self._thread = threading.Thread(target=self.loop.run_forever, name="llmcollect engines", daemon=True)
         self._thread.start()
-        atexit.register(self._close_all)
+        self._jobs: set[Job[Any]] = set()
+        # Before the interpreter stops its thread pools, on which commits and engines depend; atexit would be after.
+        threading._register_atexit(self._close_all)  # type: ignore[attr-defined]
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Job[T]":
         """Start a coroutine on the loop; from any thread."""
-        return Job(self.loop, coroutine)
+        job = Job(self.loop, coroutine)
+        self._jobs.add(job)
+        job.outcome.add_done_callback(lambda _: self._jobs.discard(job))
+        return job
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine on the loop from another one. A cancellation returns when the coroutine has cleaned up."""
@@ -186,16 +192,11 @@ class EngineThread:
                 await engine.close()
 
     def _close_all(self) -> None:
-        """At exit: cancel what runs, so that no engine process is left behind."""
-
-        async def close() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        with contextlib.suppress(Exception):
-            self.submit(close()).result(timeout=15)
+        """At exit: end what runs, so that what has finished is committed and no engine process is left behind."""
+        jobs = list(self._jobs)
+        for job in jobs:
+            job.cancel()
+        concurrent.futures.wait([job.outcome for job in jobs], timeout=_EXIT_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 

@@ -1,10 +1,13 @@
 """VLLMPolicy: vLLM's AsyncLLM in this process, token ids in and out."""
 
 import asyncio
+import contextlib
 import difflib
 import hashlib
 import os
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,9 @@ _CPU_ENGINE_ARGS = {
 }
 # Without VLLM_PLUGINS every installed plugin is imported in each process (TorchRL's, say); ours ends orphans.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "llmcollect", "DO_NOT_TRACK": "1"}
+
+
+_starting = threading.Lock()  # one engine at a time: what is set for one is not for another
 
 
 class VLLMPolicy:
@@ -149,12 +155,12 @@ class VLLMPolicy:
         self._engine = None
 
     def _start(self) -> None:
-        _set_defaults(_ENVIRONMENT)
         own_children()
-        if self._model == smollm2.NAME or _is_folder(self._model):
-            # Everything is here: nothing should ask a hub for it. Set for this process, as the libraries read it there.
-            _set_defaults({"HF_HUB_OFFLINE": "1"})
-        with quiet_libraries():
+        with contextlib.suppress(ImportError):
+            import huggingface_hub.constants  # noqa: F401 - it would keep for good what is set below for a moment
+        is_here = self._model == smollm2.NAME or _is_folder(self._model)
+        offline = {"HF_HUB_OFFLINE": "1"} if is_here else {}  # nothing should ask a hub for what is here
+        with _starting, quiet_libraries(), _defaults(_ENVIRONMENT | offline):
             self._engine = self._make_engine()
             self._renderer = ChatRenderer(self._engine.get_tokenizer())
         self._end_ids = self._renderer.stop_token_ids
@@ -171,7 +177,6 @@ class VLLMPolicy:
             "use_tqdm_on_load": Settings().verbose,
         }
         if on_cpu:
-            _set_defaults(_CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))})
             arguments |= _CPU_ENGINE_ARGS
         arguments |= self._engine_args
         _check_names(arguments, AsyncEngineArgs)
@@ -179,7 +184,11 @@ class VLLMPolicy:
         if path == smollm2.NAME:
             dtype = arguments.setdefault("dtype", _best_dtype() if on_cpu else "bfloat16")
             path = str(smollm2.materialise(str(dtype)))
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **arguments))
+        elif _is_folder(path):
+            path = str(Path(path).expanduser())  # vLLM does not know about ~
+        cpus = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+        with _defaults(_CPU_ENVIRONMENT | cpus if on_cpu else {}):
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **arguments))
 
 
 def _sampling_params(sampling: Sampling, seed: int, end_ids: list[int]) -> Any:
@@ -246,9 +255,16 @@ def _folder_hash(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _set_defaults(environment: dict[str, str]) -> None:
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
+@contextlib.contextmanager
+def _defaults(environment: dict[str, str]) -> Iterator[None]:
+    """Within the block, and for good in processes started in it, these variables are set unless the user did."""
+    added = {name: value for name, value in environment.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _one_line(error: BaseException) -> str:

@@ -132,7 +132,8 @@ class Run:
 
     def holds(self, num_groups: int) -> bool:
         """Whether every trajectory of a run of this size is in the store."""
-        found = sum(len(record.trajectories) for record in self.commits())
+        wanted = self.spec.model_copy(update={"num_groups": num_groups})
+        found = sum(wanted.planned(record.trajectories) for record in self.commits())
         return found >= num_groups * self.spec.group_size
 
     @property
@@ -173,11 +174,22 @@ def read_commit(files: Files, shard: int, number: int) -> pa.Table | None:
     try:
         with files.open(path) as file:
             table = pq.ParquetFile(file, page_checksum_verification=True).read()
-        return table.replace_schema_metadata(None)
+        return _in_one_piece(table.replace_schema_metadata(None))
     except FileNotFoundError:
         return None
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(f"{files.root}/{path} cannot be read: {_first_line(error)}") from error
+
+
+def _in_one_piece(table: pa.Table) -> pa.Table:
+    """The same rows in one block of memory: a hundred small ones per commit leave a third more taken than is used."""
+    size = pa.MockOutputStream()
+    with pa.ipc.new_stream(size, table.schema) as stream:
+        stream.write_table(table)
+    block = pa.allocate_buffer(size.size())
+    with pa.ipc.new_stream(pa.FixedSizeBufferWriter(block), table.schema) as stream:
+        stream.write_table(table)
+    return pa.ipc.open_stream(block).read_all()
 
 
 def read_commit_record(files: Files, shard: int, number: int) -> CommitRecord | None:
