@@ -2,10 +2,12 @@
 
 vLLM's engine process and Prefect's embedded server do not notice when the process that started them is killed with
 SIGKILL. Both load plugins at their start, and this module is one (entry points in pyproject.toml): in a direct child of
-the process named by LLMCOLLECT_PARENT it waits for that parent to be gone, and lets Ctrl-C pass, which a terminal sends
-to all of them: the parent has rows to commit first, and ends its children itself. Anywhere else it does nothing.
+the process named by LLMCOLLECT_PARENT it waits for that parent to be gone, and leaves the terminal's process group, for
+Ctrl-C is sent to all of that: the parent has rows to commit first, and ends its children itself. Anywhere else it does
+nothing.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -24,7 +26,8 @@ def watch_parent() -> None:
     """In a child of a process that owns its children: end when that process has ended."""
     parent = os.getppid()
     if os.environ.get(PARENT) == str(parent):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a handler that is set later does not undo this
+        with contextlib.suppress(OSError):  # it leads a group already
+            os.setpgid(0, 0)
         threading.Thread(target=_wait_for_orphanhood, args=(parent,), name="llmcollect parent", daemon=True).start()
 
 

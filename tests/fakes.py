@@ -94,6 +94,37 @@ class BytePolicy:
         BytePolicy.closed += 1
 
 
+class MortalPolicy(BytePolicy):
+    """Whose engine dies at its fifth request, `deaths` times in this process; a new one takes a moment to come up."""
+
+    left: dict[str, int] = {}  # noqa: RUF012 - counts over instances on purpose
+
+    def __init__(self, deaths: int, key: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.left.setdefault(key, deaths)
+        self._key, self._requests = key, 0
+
+    async def start(self) -> None:
+        await asyncio.sleep(0.2)
+        self._started = True
+
+    def conversation(self, tools: Any = None) -> Conversation:
+        assert self._started, "start() comes first"
+        return super().conversation(tools)
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, seed: int, request_id: str) -> Generation:
+        from llmcollect.errors import EngineDeadError
+
+        self._requests += 1
+        if self._requests >= 5 and self.left[self._key] > 0:
+            await asyncio.sleep(0.01)
+            if self._requests < 1000:
+                self.left[self._key] -= 1
+                self._requests = 1000  # all that is in flight hears of the same death
+            raise EngineDeadError("it is no more")
+        return await super().generate(prompt_ids, sampling, seed, request_id)
+
+
 class CountEnv:
     """Asks `turns` times and rewards the share of vowels of the last answer."""
 
@@ -156,8 +187,20 @@ class FaultyEnv(CountEnv):
             raise ValueError("bad reset")
         if self._bad and self._fault == "reset type":
             return 42
-        if self._bad and self._fault == "message":
-            return Observation(messages=["hello"])  # type: ignore[list-item]
+        if self._bad:
+            match self._fault:
+                case "message":
+                    return Observation(messages=["hello"])  # type: ignore[list-item]
+                case "finished":
+                    return Transition(reward=1.0, terminated=True)
+                case "silent":
+                    return Observation(messages=())
+                case "no text":
+                    return Observation(messages=({"role": "user"},))
+                case "surrogate":
+                    return Observation.user("a \ud800 b")
+                case "info":
+                    return Observation(messages=observation.messages, info=[1])  # type: ignore[arg-type]
         return observation
 
     def step(self, completion: Completion) -> Any:
@@ -171,6 +214,10 @@ class FaultyEnv(CountEnv):
                 time.sleep(3)
             case "step type":
                 return None
+            case "die":
+                os._exit(3)
+            case "sleep":
+                time.sleep(3600)
             case "reward":
                 return Transition(reward="high", terminated=True)  # type: ignore[arg-type]
             case "exit":
@@ -193,3 +240,34 @@ class OddInfoEnv(CountEnv):
 def not_an_env() -> object:
     """A constructor of something without methods."""
     return object()
+
+
+class SummaryEnv(CountEnv):
+    """Replaces the context by a summary before its last turn."""
+
+    def step(self, completion: Completion) -> Transition:
+        transition = super().step(completion)
+        if self._left != 1:
+            return transition
+        summary = Observation([{"role": "user", "content": "In short."}], new_context=True)
+        return Transition(reward=0.0, observation=summary)
+
+
+class SlowStartEnv(CountEnv):
+    """Whose constructor does not return."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        time.sleep(seconds)
+
+
+class TextEnv(CountEnv):
+    """Says one thing, whatever it is."""
+
+    def __init__(self, text: str, turns: int = 1) -> None:
+        super().__init__(turns)
+        self._said = text
+
+    def reset(self, task: Task) -> Observation:
+        super().reset(task)
+        return Observation.user(self._said)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 
 from llmcollect.admission import Admission
+from llmcollect.batch import StepBatch
 from llmcollect.errors import EnvError, PolicyError, RunFailedError, SpecError
 from llmcollect.policies.engines import engine_thread
 from llmcollect.preflight import check_components, open_root
@@ -18,6 +20,8 @@ from llmcollect.progress import ShardProgress
 from llmcollect.run import RunSpec
 from llmcollect.shard import collect_shard
 from llmcollect.store import open_run
+from llmcollect.store.writer import ShardWriter
+from llmcollect.types import Step, Trajectory
 from tests.fakes import BytePolicy
 
 
@@ -148,6 +152,123 @@ def test_a_failure_ends_its_own_trajectory(fault: str, error: str, words: str, s
             assert steps[-1]["prompt_ids"] is None
         else:
             assert len(steps[-1]["response_ids"]) == 8, "what was generated before the fault is kept"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("finished", "cannot end before a step"),
+        ("silent", "an observation without a message"),
+        ("surrogate", "text that no tokenizer takes, a lone surrogate at 2"),
+        ("info", "an info that is no mapping; got list"),
+        ("no text", "content"),
+    ],
+)
+def test_an_observation_that_cannot_be_is_a_recorded_failure(fault: str, words: str) -> None:
+    limits = {"max_attempts": 1, "max_failure_rate": 1}
+    progress, rows = collect(spec("FaultyEnv", env_kwargs={"fault": fault, "every": 4}, limits=limits))
+    assert (progress.done, progress.failed) == (24, 6)
+    failed = [row for row in rows if row["failure"]]
+    assert {row["trajectory"] for row in failed} == {0, 1, 8, 9, 16, 17}
+    assert all((row["step"], row["env"], row["prompt_ids"]) == (-1, "env", None) for row in failed)
+    assert words in json.loads(failed[0]["failure"])["message"]
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "x" * 200_000, "\U0001f600 é \u2028", ""])
+def test_odd_texts_come_through(text: str, tmp_path: Path) -> None:
+    _, rows = collect(spec("TextEnv", {"context": 1 << 20}, env_kwargs={"text": text}, num_groups=1), tmp_path)
+    assert bytes(i for i in rows[0]["prompt_ids"] if i < 256).decode() == text
+    assert json.loads(rows[0]["messages"]) == [{"role": "user", "content": text}]
+    assert open_run(tmp_path).to_arrow()["messages"].to_pylist() == [row["messages"] for row in rows]
+
+
+def test_an_observation_that_is_too_long_truncates_the_trajectory_or_fails_its_first_step() -> None:
+    progress, rows = collect(spec("TextEnv", {"context": 1000}, env_kwargs={"text": "x" * 200_000}, num_groups=1))
+    assert progress.failed == 2
+    assert json.loads(rows[0]["failure"])["type"] == "PromptTooLongError"
+
+
+def test_an_env_that_replaces_the_context_begins_a_new_one(tmp_path: Path) -> None:
+    _, rows = collect(spec("SummaryEnv", env_kwargs={"turns": 3}, num_groups=2), tmp_path)
+    for steps in by_trajectory(rows).values():
+        assert [row["context_reset"] for row in steps] == [False, False, True]
+        assert bytes(steps[2]["prompt_ids"][:-1]) == b"In short."
+    batch = StepBatch.concat(list(open_run(tmp_path).steps())).to_tensordict()
+    last = batch[batch["collector", "step"] == 2]
+    assert torch.equal(last["tokens", "prompt_length"], last["tokens", "new_prompt_length"])
+    first = next(open_run(tmp_path).trajectories())
+    assert [len(context.token_ids) > 0 for context in first.contexts] == [True, True]
+
+
+def test_a_constructor_that_hangs_has_a_time_out() -> None:
+    limits = {"reset_timeout_s": 0.2, "max_attempts": 1, "max_failure_rate": 1}
+    progress, rows = collect(spec("SlowStartEnv", env_kwargs={"seconds": 1.5}, num_groups=1, limits=limits))
+    assert progress.failed == 2
+    assert "making env env took longer than 0.2 s" in json.loads(rows[0]["failure"])["message"]
+
+
+def test_a_late_result_is_dropped_and_counted() -> None:
+    run = spec(
+        "CountEnv",
+        {"delay_s": 0.02},
+        env_kwargs={"delay_s": 0.3},
+        num_groups=4,
+        limits={"step_timeout_s": 0.05, "max_attempts": 6, "concurrency": 2, "max_failure_rate": 1},
+    )
+    progress, rows = collect(run)
+    assert progress.failed == 8
+    assert progress.late_results > 0
+    assert progress.hung_envs >= progress.late_results
+    assert [row["step"] for row in rows] == [0] * 8
+    assert all(row["reward"] is None for row in rows)
+
+
+@pytest.mark.parametrize("env", ["CountEnv", "AsyncCountEnv"])
+def test_a_dead_engine_is_replaced_and_the_trajectories_start_again(env: str, tmp_path: Path) -> None:
+    expected = collect(spec(env))[1]
+    policy = {"target": "tests.fakes:MortalPolicy", "kwargs": {"deaths": 2, "key": env}}
+    run = RunSpec.parse(
+        spec(env).model_dump() | {"policies": [policy], "limits": {"max_attempts": 1, "concurrency": 4}}
+    )
+    progress, rows = collect(run, tmp_path)
+    assert (progress.done, progress.failed) == (24, 0)
+    tokens = {(row["trajectory"], row["step"]): row["response_ids"] for row in rows}
+    assert tokens == {(row["trajectory"], row["step"]): row["response_ids"] for row in expected}
+    attempts = [attempt for commit in open_run(tmp_path).commits() for attempt in commit.failed_attempts]
+    assert {attempt["type"] for attempt in attempts} == {"EngineDeadError"}
+    assert 2 <= len(attempts) <= 8
+
+
+def test_an_engine_that_keeps_dying_ends_the_run() -> None:
+    policy = {"target": "tests.fakes:MortalPolicy", "kwargs": {"deaths": 99, "key": "ever"}}
+    limits = {"max_engine_restarts": 2}
+    run = RunSpec.parse(spec().model_dump() | {"policies": [policy], "limits": limits})
+    with pytest.raises(PolicyError, match=r"died again after 2 restarts within an hour.*max_engine_restarts"):
+        collect(run)
+
+
+def test_too_many_calls_that_hang_stop_the_run() -> None:
+    limits = {"step_timeout_s": 0.05, "max_attempts": 1, "max_failure_rate": 1, "max_hung_envs": 3, "concurrency": 2}
+    with pytest.raises(RunFailedError, match=r"4 calls of envs do not return.*max_hung_envs=3.*isolate"):
+        collect(spec("CountEnv", env_kwargs={"delay_s": 2}, limits=limits))
+
+
+def test_what_a_grown_run_left_beyond_the_plan_does_not_count(tmp_path: Path) -> None:
+    small = spec("AsyncCountEnv", num_groups=4)
+    opened = open_root(small, tmp_path)
+    writer = ShardWriter(opened.files, opened.record, small.model_copy(update={"num_groups": 50}), 0)
+    step = Step(step=0, prompt_ids=[1], response_ids=[2], policy_versions=[(0, 1)], terminated=True)
+    names = {"env": "env", "policy": "BytePolicy", "task": "{}", "attempt": 0}
+    writer.append(
+        [
+            Trajectory(trajectory=n, group=n // 2, sample=n % 2, task_index=n // 2, steps=[step], **names)  # type: ignore[arg-type]
+            for n in range(40, 48)
+        ]
+    )
+    assert not open_run(tmp_path).holds(4)
+    collect(small, tmp_path)
+    assert open_run(tmp_path).holds(4)
+    assert {*range(8)} <= set(open_run(tmp_path).to_arrow()["trajectory"].to_pylist())
 
 
 def test_a_passing_fault_is_tried_again_with_a_fresh_env(tmp_path: Path) -> None:

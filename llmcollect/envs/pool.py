@@ -154,6 +154,8 @@ class EnvHandle:
     def _observation(self, value: Any, method: str) -> Observation:
         if isinstance(value, str):
             value = Observation.user(value)
+        if isinstance(value, Transition):
+            raise EnvError(f"{method}() of env {self._name} gave a Transition: a trajectory cannot end before a step")
         if not isinstance(value, Observation):
             raise EnvError(
                 f"{method}() of env {self._name} must give an Observation or a text; got {type(value).__name__}"
@@ -164,6 +166,14 @@ class EnvHandle:
         for message in value.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise EnvError(f"{method}() of env {self._name} gave a message without a role; got {message!r:.200}")
+            if isinstance(text := message.get("content"), str) and not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise EnvError(
+                        f"{method}() of env {self._name} gave text that no tokenizer takes, a lone surrogate at "
+                        f"{error.start}: {text[max(0, error.start - 20) : error.start + 20]!a}"
+                    ) from None
         return value
 
     def _reward(self, value: Any) -> float | None:
