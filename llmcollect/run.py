@@ -120,6 +120,8 @@ class RunSpec(_Model):
                 f"num_shards must be at least the number of policies, {len(self.policies)}: "
                 f"a shard names one policy; got {self.num_shards!r}"
             )
+        if not sum(env.weight for env in self.envs) < math.inf:
+            raise ValueError("the weights of the envs must have a finite sum")
         room = self.limits.max_open_trajectories
         if room is not None and room < self.group_size:
             raise ValueError(

@@ -119,6 +119,119 @@ def test_what_ends_the_collection_is_raised_after_the_rows_before_it() -> None:
     assert envs == {"CountEnv"}
 
 
+def test_rows_that_are_held_when_the_collection_fails_are_handed_out_first() -> None:
+    collecting = collector(
+        env=[(partial(CountEnv, 1), 1.0), (partial(FaultyEnv, "step", turns=1), 1.0)],
+        num_groups=None,
+        steps_per_batch=1000,
+        limits=Limits(max_failure_rate=0.2, max_attempts=1),
+    )
+    assert 0 < len(next(collecting)) < 1000
+    with pytest.raises(RunFailedError, match="max_failure_rate"):
+        next(collecting)
+    with pytest.raises(StopIteration):
+        next(collecting)
+
+
+def test_whole_trajectories_are_yielded() -> None:
+    batches = list(collector(yields="trajectories", env=partial(CountEnv, 4)))
+    assert [len(batch) for batch in batches] == [12, 12, 12, 12, 12, 4]
+    for batch in batches:
+        numbers, counts = batch["collector", "traj_ids"].unique(return_counts=True)
+        assert counts.tolist() == [4] * len(numbers)
+
+
+def test_last_steps_hold_whole_conversations() -> None:
+    batches = list(collector(yields="last_steps"))
+    assert [len(batch) for batch in batches] == [10, 6]
+    whole = torch.cat(batches)
+    assert sorted(whole["collector", "traj_ids"].tolist()) == list(range(16))
+    assert set(whole["collector", "step"].tolist()) == {2}
+    assert whole["next", "done"].all()
+    rows = torch.cat(list(collector()))
+    first = rows[(rows["collector", "step"] == 0) & (rows["collector", "traj_ids"] == 5)]
+    last = whole[whole["collector", "traj_ids"] == 5]
+    length = int(first["tokens", "prompt_length"] + first["tokens", "response_length"])
+    assert torch.equal(last["tokens", "full"][0, :length], first["tokens", "full"][0, :length])
+
+
+@pytest.mark.parametrize("bound", [2, None])
+@pytest.mark.parametrize("size", [1, 10])
+def test_whole_groups_are_yielded_even_with_room_for_one(bound: int | None, size: int) -> None:
+    limits = Limits(max_open_trajectories=bound, commit_seconds=3600)
+    batches = list(collector(yields="groups", steps_per_batch=size, limits=limits))
+    assert all(len(batch) >= size for batch in batches[:-1])
+    for batch in batches:
+        numbers, counts = batch["collector", "group"].unique(return_counts=True)
+        assert counts.tolist() == [6] * len(numbers)
+        assert set(batch["group", "arrived"].tolist()) == set(batch["group", "expected"].tolist()) == {2}
+    assert sum(map(len, batches)) == 48
+
+
+@pytest.mark.parametrize(("policy", "groups"), [("keep", 8), ("drop", 6)])
+def test_groups_that_lost_a_member_are_kept_and_flagged_or_dropped(policy: str, groups: int, tmp_path: Path) -> None:
+    """Of tasks 0 and 5 the first try in this process fails, which is one member's."""
+    markers = tmp_path / "markers"
+    markers.mkdir()
+    env = partial(FaultyEnv, "step", every=5, marker=str(markers))
+    limits = Limits(max_attempts=1, on_incomplete_group=policy, max_failure_rate=1)  # type: ignore[arg-type]
+    root = tmp_path / "run"
+    whole = torch.cat(list(collector(env=env, yields="groups", limits=limits, root=root)))
+    assert len(set(whole["collector", "group"].tolist())) == groups
+    flags = zip(*(whole["group", name].tolist() for name in ("expected", "arrived", "failed")), strict=True)
+    assert set(flags) == ({(2, 2, 0), (2, 1, 1)} if policy == "keep" else {(2, 2, 0)})
+    records = open_run(root).group_records()
+    assert [record.group for record in records if not record.complete] == [0, 5]
+    assert [(record.expected, record.arrived, record.failed) for record in records][:2] == [(2, 1, 1), (2, 2, 0)]
+
+
+def test_a_group_that_is_completed_after_a_resume_has_its_stored_members(tmp_path: Path) -> None:
+    arguments = {"group_size": 4, "env": partial(CountEnv, 2), "root": tmp_path, "yields": "groups"}
+    first = collector(**arguments, limits=Limits(commit_rows=1, concurrency=3))
+    next(first)
+    first.close()
+    stored = [record.arrived for record in open_run(tmp_path).group_records()]
+    assert any(0 < arrived < 4 for arrived in stored), "a group was cut in the middle"
+    done = {record.group for record in open_run(tmp_path).group_records() if record.complete}
+    rest = torch.cat(list(collector(**arguments)))
+    numbers, counts = rest["collector", "group"].unique(return_counts=True)
+    assert set(numbers.tolist()) == set(range(8)) - done
+    assert set(counts.tolist()) == {8}
+
+
+@pytest.mark.parametrize(("yields", "rows"), [("steps", 25), ("last_steps", 25), ("trajectories", 27), ("groups", 30)])
+def test_total_steps_bounds_the_rows_and_what_is_in_flight_is_committed(yields: Any, rows: int, tmp_path: Path) -> None:
+    closed = BytePolicy.closed
+    collecting = collector(
+        num_groups=None,
+        total_steps=25,
+        yields=yields,
+        steps_per_batch=3,
+        root=tmp_path,
+        policy=partial(BytePolicy, name=yields),
+    )
+    assert sum(map(len, collecting)) == rows
+    assert BytePolicy.closed == closed + 1, "the engine is free again"
+    with pytest.raises(StopIteration):
+        next(collecting)
+    ends = list(tmp_path.glob("ends/*/*.json"))
+    assert len(ends) == 1
+    assert set(open_run(tmp_path).to_arrow()["step"].to_pylist()) == {0, 1, 2}
+    assert [r.complete for r in open_run(tmp_path).group_records()] == [True] * len(open_run(tmp_path).group_records())
+
+
+def test_total_steps_without_a_root_ends_at_once() -> None:
+    closed = BytePolicy.closed
+    collecting = collector(num_groups=None, total_steps=20, policy=partial(BytePolicy, name="bounded"))
+    assert [len(batch) for batch in collecting] == [10, 10]
+    assert BytePolicy.closed == closed + 1
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_a_run_that_is_smaller_than_total_steps_ends_with_itself(size: int) -> None:
+    assert sum(map(len, collector(total_steps=1000, steps_per_batch=size))) == 48
+
+
 def test_lists_of_envs_and_policies_are_spread(tmp_path: Path) -> None:
     batches = list(
         collector(
@@ -152,6 +265,11 @@ def test_a_lambda_serves_without_a_root_and_is_refused_with_one(tmp_path: Path) 
         ({"env": partial(CountEnv, tuns=1)}, SpecError, "unexpected keyword argument 'tuns'"),
         ({"env": []}, SpecError, "envs"),
         ({"env": [(ENV, -1.0)]}, SpecError, "weight"),
+        ({"env": [(ENV, 1.7e308), (CountEnv, 1.7e308)]}, SpecError, "finite sum"),
+        ({"env": [(ENV, 1.0, 2.0)]}, SpecError, "a pair (constructor, weight); got 3 items"),
+        ({"total_steps": 0}, SpecError, "total_steps must be a positive number of rows, or -1"),
+        ({"yields": "frames"}, SpecError, "yields must be one of 'steps', 'trajectories', 'last_steps', 'groups'"),
+        ({"limits": {"step_timeout_s": -1}}, SpecError, "limits.step_timeout_s: Input should be greater than 0"),
         ({"env": partial(FaultyEnv, "constructor")}, EnvError, "no dataset here"),
         ({"policy": "nowhere:Policy"}, SpecError, "cannot import 'nowhere:Policy'"),
         ({"num_shards": 1, "policy": [BytePolicy, partial(BytePolicy, 3)]}, SpecError, "num_shards"),

@@ -71,6 +71,51 @@ def test_a_template_that_rewrites_history_begins_a_new_context() -> None:
     assert conversation.context_ids == new
 
 
+def test_a_template_that_drops_reasoning_begins_a_new_context_after_an_answer_that_has_some() -> None:
+    tokenizer = tiny_model.make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{{ m['content'].split('</think>')[-1].lstrip('\n') }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    plain, thinking = Conversation(renderer), Conversation(renderer)
+    for conversation, answer in ((plain, "yes"), (thinking, "<think>\nhm\n</think>\n\nyes")):
+        conversation.prompt([USER])
+        conversation.respond(ids_of(tokenizer, f"{answer}<|im_end|>"))
+    assert plain.prompt([USER]) == (
+        ids_of(tokenizer, "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        False,
+    )
+    new, reset = thinking.prompt([USER])
+    assert reset
+    turns = [("user", "hi"), ("assistant", "yes"), ("user", "hi")]
+    text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+    assert new == ids_of(tokenizer, text + "<|im_start|>assistant\n")
+
+
+def test_a_template_that_keeps_reasoning_goes_on() -> None:
+    tokenizer = tiny_model.make_tokenizer()
+    conversation = Conversation(ChatRenderer(tokenizer))
+    conversation.prompt([USER])
+    conversation.respond(ids_of(tokenizer, "<think>hm</think>yes<|im_end|>"))
+    assert not conversation.prompt([USER])[1]
+
+
+def test_an_env_may_replace_the_context() -> None:
+    tokenizer = tiny_model.make_tokenizer()
+    conversation = Conversation(ChatRenderer(tokenizer))
+    conversation.prompt([USER])
+    conversation.respond(ids_of(tokenizer, "yes<|im_end|>"))
+    new, reset = conversation.prompt([{"role": "user", "content": "anew"}], new_context=True)
+    assert reset
+    assert new == ids_of(tokenizer, "<|im_start|>user\nanew<|im_end|>\n<|im_start|>assistant\n")
+    conversation.respond(ids_of(tokenizer, "ok<|im_end|>"))
+    later, reset = conversation.prompt([USER])
+    assert not reset
+    assert conversation.context_ids == new + ids_of(tokenizer, "ok<|im_end|>") + later
+
+
 def test_smollm2_adds_its_system_message_once() -> None:
     """The template that SmolLM2 ships: a default system message goes in front, and never between turns."""
     tokenizer = tiny_model.make_tokenizer()

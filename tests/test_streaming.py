@@ -69,11 +69,12 @@ def test_what_a_buffer_raises_is_raised_by_join() -> None:
         def extend(self, batch: Any) -> None:
             raise OverflowError("full")
 
-    collecting = collector()
+    closed = BytePolicy.closed
+    collecting = collector(num_groups=None, policy=partial(BytePolicy, name="broken sink"))
     collecting.start(replay_buffer=Broken())
     with pytest.raises(OverflowError, match="full"):
         collecting.join(20)
-    collecting.close()
+    assert BytePolicy.closed == closed + 1, "and the engine is free"
 
 
 def test_stop_ends_a_stream_that_waits_for_room() -> None:
@@ -86,6 +87,7 @@ def test_stop_ends_a_stream_that_waits_for_room() -> None:
     collecting.stop()
     collecting.join(10)
     assert BytePolicy.closed == closed + 1
+    assert isinstance(sink.get(timeout=5), EndOfRun), "nobody waits for ever"
 
 
 def test_a_stream_has_one_reader_and_one_sink() -> None:
