@@ -94,6 +94,30 @@ class BytePolicy:
         BytePolicy.closed += 1
 
 
+class ToolRenderer(ByteRenderer):
+    """Renders the tools first, and takes every response for a call of one."""
+
+    def begin(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
+        return [*repr(tools).encode(), END, *super().begin(messages)]
+
+    def extend(
+        self, prompt_ids: list[int], response_ids: Sequence[int], messages: Sequence[Message], tools: Any = None
+    ) -> list[int]:
+        return super().begin(messages)
+
+    def parse(self, response_ids: Sequence[int], prompt_ids: list[int], tools: Any = None) -> tuple[str, Message]:
+        text, message = super().parse(response_ids, prompt_ids)
+        call = {"id": "1", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": text}}
+        return text, {**message, "content": None, "tool_calls": [call]}
+
+
+class ToolPolicy(BytePolicy):
+    """Calls tools."""
+
+    def conversation(self, tools: Any = None) -> Conversation:
+        return Conversation(ToolRenderer(), tools)  # type: ignore[arg-type]
+
+
 class MortalPolicy(BytePolicy):
     """Whose engine dies at its fifth request, `deaths` times in this process; a new one takes a moment to come up."""
 
@@ -251,6 +275,21 @@ class SummaryEnv(CountEnv):
             return transition
         summary = Observation([{"role": "user", "content": "In short."}], new_context=True)
         return Transition(reward=0.0, observation=summary)
+
+
+class ToolEnv(CountEnv):
+    """Offers a tool, and answers a call of it as a tool."""
+
+    def reset(self, task: Task) -> Observation:
+        first = super().reset(task)
+        tool = {"type": "function", "function": {"name": "guess", "parameters": {"type": "object"}}}
+        return Observation(messages=first.messages, tools=[tool])
+
+    def step(self, completion: Completion) -> Transition:
+        self._left -= 1
+        call = completion.message["tool_calls"][0]
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": call["function"]["arguments"].upper()}
+        return Transition(reward=1.0, observation=Observation([answer]), terminated=self._left == 0)
 
 
 class SlowStartEnv(CountEnv):

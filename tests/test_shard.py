@@ -200,6 +200,21 @@ def test_an_env_that_replaces_the_context_begins_a_new_one(tmp_path: Path) -> No
     assert [len(context.token_ids) > 0 for context in first.contexts] == [True, True]
 
 
+def test_tools_pass_through(tmp_path: Path) -> None:
+    policy = {"target": "tests.fakes:ToolPolicy"}
+    run = RunSpec.parse(spec("ToolEnv", num_groups=1, group_size=1).model_dump() | {"policies": [policy]})
+    _, rows = collect(run, tmp_path)
+    assert json.loads(rows[0]["task"])["tools"][0]["function"]["name"] == "guess"
+    assert b"'name': 'guess'" in bytes(i for i in rows[0]["prompt_ids"] if i < 256)
+    message = json.loads(rows[0]["response_message"])
+    assert message["tool_calls"][0]["function"] == {"name": "guess", "arguments": rows[0]["response_text"]}
+    answer = {"role": "tool", "tool_call_id": "1", "content": rows[0]["response_text"].upper()}
+    assert json.loads(rows[0]["observation"]) == json.loads(rows[1]["messages"]) == [answer]
+    read = next(open_run(tmp_path).trajectories())
+    assert [message["role"] for message in read.messages] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert read.messages[1] == message
+
+
 def test_a_constructor_that_hangs_has_a_time_out() -> None:
     limits = {"reset_timeout_s": 0.2, "max_attempts": 1, "max_failure_rate": 1}
     progress, rows = collect(spec("SlowStartEnv", env_kwargs={"seconds": 1.5}, num_groups=1, limits=limits))
