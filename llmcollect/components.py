@@ -162,6 +162,8 @@ def import_target(target: str) -> Any:
         SpecError: The module cannot be imported or has no such name.
     """
     module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise SpecError(f'an import path looks like "package.module:Name"; got {target!r}')
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -177,6 +179,14 @@ def import_target(target: str) -> Any:
         except ImportError as error:
             raise SpecError(f"cannot import {target!r}: {error}") from error
     return found
+
+
+def stable_path(function: Any) -> Any:
+    """The import path of a function, or the function itself if it has none."""
+    if isinstance(function, str) or not callable(function):
+        return function
+    path = _path_of(function)
+    return function if "<" in path else path
 
 
 def _unwrap(source: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

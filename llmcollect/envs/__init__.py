@@ -1,21 +1,24 @@
 """Environments: the protocol, the pool that runs them beside the event loop, and the adapters."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from llmcollect.envs.base import Env
 
 if TYPE_CHECKING:
+    from llmcollect.envs.dataset import DatasetEnv
     from llmcollect.envs.reasoning import ReasoningGymEnv
+    from llmcollect.envs.textarena import TextArenaEnv
 
-__all__ = ["Env", "ReasoningGymEnv"]
+__all__ = ["DatasetEnv", "Env", "ReasoningGymEnv", "TextArenaEnv"]
+
+# Adapters bring their own dependencies; importing the room must not.
+_ADAPTERS = {"DatasetEnv": "dataset", "ReasoningGymEnv": "reasoning", "TextArenaEnv": "textarena"}
 
 
 def __getattr__(name: str) -> Any:
-    # Adapters bring their own dependencies; importing the room must not.
-    if name == "ReasoningGymEnv":
-        from llmcollect.envs.reasoning import ReasoningGymEnv
-
-        return ReasoningGymEnv
+    if name in _ADAPTERS:
+        return getattr(importlib.import_module(f"llmcollect.envs.{_ADAPTERS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

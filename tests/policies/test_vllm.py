@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from llmcollect import Limits, LLMCollector, Sampling, StepBatch, open_run
 from llmcollect.errors import PolicyError, SpecError
 from llmcollect.policies import VLLMPolicy
 from tests import tiny_model
+from tests.conftest import ENGINE_ARGS
 from tests.fakes import CountEnv
 
 SAMPLING = Sampling(max_tokens=24, temperature=0.7)
@@ -147,3 +149,23 @@ def test_fingerprints_tell_checkpoints_of_one_shape_apart(tmp_path: Path) -> Non
     assert marks[0] == marks[1] != marks[2]
     assert VLLMPolicy(str(first), max_model_len=64).fingerprint() == marks[0], "engine arguments are not the model"
     assert VLLMPolicy("org/model", revision="main").fingerprint() == "org/model@main"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_killed_engine_is_replaced_and_nothing_is_lost(tiny: Path, tmp_path: Path) -> None:
+    """kill -9 of vLLM's own process while requests are in flight."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    policy = partial(VLLMPolicy, str(tiny), **ENGINE_ARGS, max_model_len=500)  # not the session's engine
+    collecting = collector(policy, num_groups=200, root=tmp_path, limits=Limits(concurrency=8, commit_rows=8))
+    seen = [next(collecting)]
+    engines = [p for p in psutil.Process().children(recursive=True) if p.pid not in before and "Engine" in p.name()]
+    assert len(engines) == 1
+    engines[0].kill()
+    seen += list(collecting)
+    whole = torch.cat(seen)
+    steps = set(zip(whole["collector", "traj_ids"].tolist(), whole["collector", "step"].tolist(), strict=True))
+    assert len(steps) == len(whole) == 1200
+    assert {record.complete for record in open_run(tmp_path).group_records()} == {True}
+    attempts = [attempt for commit in open_run(tmp_path).commits() for attempt in commit.failed_attempts]
+    assert {attempt["type"] for attempt in attempts} == {"EngineDeadError"}
