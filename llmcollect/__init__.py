@@ -10,24 +10,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmcollect.batch import StepBatch
     from llmcollect.collector import LLMCollector
+    from llmcollect.components import EnvSpec
     from llmcollect.run import Limits, RunSpec, Sampling
     from llmcollect.store import Run, open_run
     from llmcollect.tensors import StepTensorDict
-    from llmcollect.types import Completion, Generation, Message, Observation, Task, Transition
+    from llmcollect.types import Completion, Generation, GroupRecord, Message, Observation, Task, Transition
 
 _HOMES = {
     "batch": ("StepBatch",),
     "collector": ("LLMCollector",),
+    "components": ("EnvSpec",),
     "run": ("Limits", "RunSpec", "Sampling"),
     "store": ("Run", "open_run"),
     "tensors": ("StepTensorDict",),
-    "types": ("Completion", "Generation", "Message", "Observation", "Task", "Transition"),
+    "types": ("Completion", "Generation", "GroupRecord", "Message", "Observation", "Task", "Transition"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Completion",
+    "EnvSpec",
     "Generation",
+    "GroupRecord",
     "LLMCollector",
     "Limits",
     "Message",
