@@ -1,14 +1,15 @@
 """What collecting costs a real engine: tokens/s through the collector over tokens/s of the bare engine.
 
-    python -m benchmarks.engine [--trajectories 1024] [--repeats 3]
+    python -m benchmarks.engine [--trajectories 2048] [--repeats 3]
 
 A tiny random model on vLLM, 64 in flight; the same prompts, seeds and sampling for both; one engine serves both,
-and the collector commits to a local folder. `ratio` is the median of the pairs' ratios.
+and the collector commits to a local folder. `ratio` is the median of the repeats' ratios.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -18,13 +19,14 @@ from typing import Any
 
 from benchmarks.simulated import InstantEnv
 from llmcollect import Limits, LLMCollector, Sampling
+from llmcollect.components import ComponentSpec
 from llmcollect.policies import VLLMPolicy
 from llmcollect.policies.engines import engine_thread
 from llmcollect.run import RunSpec, plan_groups
 from llmcollect.types import Completion, Observation, Task, Transition
 from tests.tiny_model import make_model
 
-IN_FLIGHT, MAX_TOKENS = 64, 64
+IN_FLIGHT, MAX_TOKENS, PARTS = 64, 64, 4
 
 
 class OneTurnEnv(InstantEnv):
@@ -42,8 +44,8 @@ def question(task: Task) -> str:
     return f"Question {task.index}: what comes after {task.seed}?"
 
 
-async def bare(policy: Any, spec: RunSpec) -> float:
-    """Tokens a second of vLLM's AsyncLLM alone, with as many requests in flight."""
+async def bare(policy: Any, spec: RunSpec) -> tuple[int, float]:
+    """Tokens and seconds of vLLM's AsyncLLM alone, with as many requests in flight."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -73,11 +75,11 @@ async def bare(policy: Any, spec: RunSpec) -> float:
 
     start = time.perf_counter()
     tokens = sum(await asyncio.gather(*map(one, range(len(plans)))))
-    return tokens / (time.perf_counter() - start)
+    return tokens, time.perf_counter() - start
 
 
-def collected(policy: Any, spec: RunSpec, root: str) -> float:
-    """Tokens a second through the collector."""
+def collected(policy: Any, spec: RunSpec, root: str) -> tuple[int, float]:
+    """Tokens and seconds through the collector."""
     collector = LLMCollector(
         env=OneTurnEnv,
         policy=policy,
@@ -91,14 +93,15 @@ def collected(policy: Any, spec: RunSpec, root: str) -> float:
     tokens = sum(int(batch["tokens", "response_length"].sum()) for batch in collector)
     seconds = time.perf_counter() - start
     collector.close()
-    return tokens / seconds
+    return tokens, seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=1024)
+    parser.add_argument("--trajectories", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread gives a model this small nothing
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "tiny")
         policy = partial(VLLMPolicy, str(model), max_model_len=512, max_num_seqs=IN_FLIGHT)
@@ -117,18 +120,34 @@ def main() -> None:
 
 
 async def measure(policy: Any, spec: RunSpec, collect: Any, folder: str, repeats: int) -> list[float]:
-    """Both in turn while this lease keeps the engine up."""
-    from llmcollect.components import ComponentSpec
-
+    """Both in turn while this lease keeps the engine up; each repeat in parts, so that what else the machine does
+    falls on both alike."""
+    part = spec.model_copy(update={"num_groups": (spec.num_groups or PARTS) // PARTS})
     ratios = []
     async with engine_thread().lease(ComponentSpec.of(policy), IN_FLIGHT) as engine:
-        await bare(engine.policy, spec.model_copy(update={"num_groups": IN_FLIGHT}))
-        await asyncio.to_thread(collect, spec.model_copy(update={"num_groups": IN_FLIGHT}), f"{folder}/warm")
+        seconds = {"bare": 0.0, "collected": 0.0}
+        tokens = {"bare": 0, "collected": 0}
+
+        async def one(name: str, number: int) -> None:
+            if name == "bare":
+                count, took = await bare(engine.policy, part)
+            else:
+                count, took = await asyncio.to_thread(collect, part, f"{folder}/run-{number}")
+            tokens[name] += count
+            seconds[name] += took
+
+        await one("bare", -2)
+        await one("collected", -1)
         for repeat in range(repeats):
-            alone = await bare(engine.policy, spec)
-            through = await asyncio.to_thread(collect, spec, f"{folder}/run-{repeat}")
-            ratios.append(through / alone)
-            print(f"bare {alone:,.0f} tokens/s, collected {through:,.0f} tokens/s")
+            seconds.update(bare=0.0, collected=0.0)
+            tokens.update(bare=0, collected=0)
+            for number in range(PARTS):
+                order = ("bare", "collected") if number % 2 else ("collected", "bare")
+                for name in order:
+                    await one(name, repeat * PARTS + number)
+            rate = {name: tokens[name] / seconds[name] for name in tokens}
+            ratios.append(rate["collected"] / rate["bare"])
+            print(f"bare {rate['bare']:,.0f} tokens/s, collected {rate['collected']:,.0f} tokens/s")
     return ratios
 
 

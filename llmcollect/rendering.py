@@ -7,6 +7,7 @@ rendering a short conversation with a marker in the assistant's place. Where a t
 the tools, drops reasoning from earlier turns), a new context begins instead, and the row says so.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from llmcollect.types import Message
 _MARKER = "\u2983assistant\u2984"  # no template contains or trims it
 _REASONING = "\u2983reasoning\u2984"
 _THINK_END = "</think>"
+_MARKS = re.compile(r"</?think")
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -32,6 +34,8 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._renderer = create_renderer(tokenizer)
         self._end_ids = frozenset(self._renderer.get_stop_token_ids())
+        self._is_plain = self._find_out_whether_only_marks_need_parsing()
+        self._mark_ids = frozenset(i for token, i in tokenizer.get_added_vocab().items() if _MARKS.search(token))
         self._drops_reasoning = self._find_out_whether_reasoning_is_dropped()
 
     @property
@@ -75,6 +79,8 @@ class ChatRenderer:
     def parse(self, response_ids: Sequence[int], prompt_ids: list[int], tools: Tools = None) -> tuple[str, Message]:
         """The response as text without special tokens, and as an assistant message."""
         text = self._tokenizer.decode(list(response_ids), skip_special_tokens=True)
+        if self._is_plain and not _MARKS.search(text) and self._mark_ids.isdisjoint(response_ids):
+            return text, {"role": "assistant", "content": text}
         parsed = self._renderer.parse_response(list(response_ids), tools=_dicts_or_none(tools), prompt_ids=prompt_ids)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content is not None:
@@ -101,6 +107,17 @@ class ChatRenderer:
         if not after.startswith(before + _MARKER):
             return None
         return after[len(before) + len(_MARKER) :]
+
+    def _find_out_whether_only_marks_need_parsing(self) -> bool:
+        """Whether a response without marks of reasoning is its text and nothing else.
+
+        So it is with the default renderer, unless the template itself opens the reasoning; it takes a millisecond to
+        say so, most of it for another look at the prompt.
+        """
+        from renderers.default import DefaultRenderer
+
+        prompt = self._text([{"role": "user", "content": "?"}], None)
+        return type(self._renderer) is DefaultRenderer and not _MARKS.search(prompt)
 
     def _find_out_whether_reasoning_is_dropped(self) -> bool:
         """Whether the template shows an earlier answer without the reasoning that it began with."""
