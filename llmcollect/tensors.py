@@ -53,7 +53,8 @@ class TextStack(NonTensorStack):  # type: ignore[misc]
     """
 
     def __new__(cls, *items: Any, texts: Sequence[str | None] | None = None, **kwargs: Any) -> "TextStack":
-        return super().__new__(cls)  # type: ignore[no-any-return]
+        made: TextStack = super().__new__(cls)
+        return made
 
     def __init__(self, *items: Any, texts: Sequence[str | None] | None = None, **kwargs: Any) -> None:
         if texts is None:
