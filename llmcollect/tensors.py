@@ -21,7 +21,7 @@ _PADDED: dict[tuple[str, str], int | float | bool] = {
 }
 
 
-class StepTensorDict(TensorDict):  # type: ignore[misc]  # tensordict is Any to mypy
+class StepTensorDict(TensorDict):
     """A TensorDict whose padded keys may differ in width: `torch.cat` and `torch.stack` widen them first.
 
     Two batches of one collector are padded to the longest row of each, so their widths differ. Indexing, slicing,
@@ -41,7 +41,7 @@ class StepTensorDict(TensorDict):  # type: ignore[misc]  # tensordict is Any to 
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class TextStack(NonTensorStack):  # type: ignore[misc]
+class TextStack(NonTensorStack):
     """A NonTensorStack of one text a row that makes its items when somebody asks for one of them.
 
     A NonTensorData takes tens of microseconds to make, and a batch has a dozen texts a row: more than all the rest of
