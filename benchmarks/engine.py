@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulated import InstantEnv
+from benchmarks.simulated import InstantEnv, drain
 from llmcollect import Limits, LLMCollector, Sampling
 from llmcollect.components import ComponentSpec
 from llmcollect.policies import VLLMPolicy
@@ -89,11 +89,7 @@ def collected(policy: Any, spec: RunSpec, root: str) -> tuple[int, float]:
         sampling=spec.sampling,
         limits=spec.limits,
     )
-    start = time.perf_counter()
-    tokens = sum(int(batch["tokens", "response_length"].sum()) for batch in collector)
-    seconds = time.perf_counter() - start
-    collector.close()
-    return tokens, seconds
+    return drain(collector, lambda batch: int(batch["tokens", "response_length"].sum()))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import statistics
 import time
 from functools import partial
 
-from benchmarks.simulated import TURNS, InstantEnv, InstantPolicy
+from benchmarks.simulated import TURNS, InstantEnv, InstantPolicy, drain
 from llmcollect import Limits, LLMCollector
 
 ENVS, TOKENS = 64, 128
@@ -28,10 +28,7 @@ def product(steps: int) -> float:
         steps_per_batch=ENVS * TURNS,
         limits=Limits(concurrency=ENVS),
     )
-    start = time.perf_counter()
-    done = sum(len(batch) for batch in collector)
-    seconds = time.perf_counter() - start
-    collector.close()
+    done, seconds = drain(collector)
     assert done == steps, (done, steps)
     return done / seconds
 

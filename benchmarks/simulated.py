@@ -4,10 +4,13 @@ import asyncio
 import functools
 import heapq
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from llmcollect import LLMCollector
 from llmcollect.rendering import Conversation, Message, Tools
 from llmcollect.run import Sampling
 from llmcollect.types import Completion, Generation, Observation, Task, Transition
@@ -31,6 +34,15 @@ def ideal_seconds(trajectories: int, seed: int, slots: int) -> float:
     for duration in (engine + env).sum(axis=1):
         heapq.heappush(free, heapq.heappop(free) + float(duration))
     return max(free)
+
+
+def drain(collector: LLMCollector, count: Callable[[Any], int] = len) -> tuple[int, float]:
+    """Read a collector to its end: what its batches count up to (rows), and the seconds that it took."""
+    start = time.perf_counter()
+    total = sum(map(count, collector))
+    seconds = time.perf_counter() - start
+    collector.close()
+    return total, seconds
 
 
 class ByteRenderer:

@@ -13,7 +13,7 @@ import statistics
 import time
 from functools import partial
 
-from benchmarks.simulated import TURNS, AsyncEnv, BlockingEnv, DrawnPolicy, ideal_seconds
+from benchmarks.simulated import TURNS, AsyncEnv, BlockingEnv, DrawnPolicy, drain, ideal_seconds
 from llmcollect import Limits, LLMCollector
 
 ENVS, SEED = 64, 0
@@ -28,10 +28,7 @@ def product(trajectories: int, env: type) -> float:
         steps_per_batch=ENVS,
         limits=Limits(concurrency=ENVS),
     )
-    start = time.perf_counter()
-    steps = sum(len(batch) for batch in collector)
-    seconds = time.perf_counter() - start
-    collector.close()
+    steps, seconds = drain(collector)
     assert steps == trajectories * TURNS
     return trajectories / seconds
 
