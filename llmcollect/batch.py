@@ -115,6 +115,8 @@ class StepBatch:
         """The rows of several batches in order."""
         if not batches:
             return StepBatch(STEP_SCHEMA.empty_table())
+        if len(batches) == 1:
+            return batches[0]
         offsets = np.cumsum([0, *(batch._table.num_rows for batch in batches)])
         rows = [batch._rows + offset for batch, offset in zip(batches, offsets[:-1], strict=True)]
         return StepBatch(pa.concat_tables([batch._table for batch in batches]), np.concatenate(rows))

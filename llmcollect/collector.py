@@ -146,15 +146,16 @@ class LLMCollector:
     def _take(self) -> StepBatch | None:
         """The next batch; None at the end."""
         while (rows := self._batching.take(at_end=self._ended)) is None and not self._ended:
+            backend = self._running()
             try:
-                arrived = self._running().get()
+                arrived = backend.get()
             except LLMCollectError as error:
                 self._error, self._ended = error, True  # raised once what came before it is handed out
                 continue
             if arrived is None:
                 self._ended = True
             else:
-                self._running().release(self._batching.add(*arrived))
+                backend.release(self._batching.add(*arrived))
         return rows
 
     def _running(self) -> LocalBackend:

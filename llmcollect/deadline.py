@@ -24,7 +24,7 @@ class Deadline:
     def __init__(self, total_s: float | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._end = self._loop.time() + (math.inf if total_s is None else total_s)
-        self._total_error = TimeoutError(f"the trajectory took longer than {total_s} s")
+        self._total_s = total_s
         self._when = self._end
         self._seconds, self._what = 0.0, ""
         self._kind: type[Exception] = TimeoutError
@@ -68,5 +68,5 @@ class Deadline:
 
     def _error(self) -> Exception:
         if self._when == self._end:
-            return self._total_error
+            return TimeoutError(f"the trajectory took longer than {self._total_s} s")
         return self._kind(f"{self._what} took longer than {self._seconds:g} s")

@@ -52,10 +52,6 @@ class TextStack(NonTensorStack):
         texts: One a row; at least one.
     """
 
-    def __new__(cls, *items: Any, texts: Sequence[str | None] | None = None, **kwargs: Any) -> "TextStack":
-        made: TextStack = super().__new__(cls)
-        return made
-
     def __init__(self, *items: Any, texts: Sequence[str | None] | None = None, **kwargs: Any) -> None:
         if texts is None:
             super().__init__(*items, **kwargs)

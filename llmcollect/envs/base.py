@@ -1,9 +1,10 @@
 """What an environment is: two methods."""
 
-from collections.abc import Awaitable
-from typing import Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
 
-from llmcollect.types import Completion, Observation, Task, Transition
+from llmcollect.errors import EnvError
+from llmcollect.types import Completion, Message, Observation, Task, Transition
 
 
 class Env(Protocol):
@@ -29,3 +30,19 @@ class Env(Protocol):
     def step(self, completion: Completion) -> Transition | Awaitable[Transition]:
         """Answer the policy's response."""
         ...
+
+
+def require_methods(env: Any, name: str) -> None:
+    """Check that what a constructor made is an env.
+
+    Raises:
+        EnvError: It has no reset() or no step().
+    """
+    for method in ("reset", "step"):
+        if not callable(getattr(env, method, None)):
+            raise EnvError(f"env {name} is a {type(env).__name__} without a {method}() method")
+
+
+def opening(system: str | None, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages that begin a conversation, after a system message if there is one."""
+    return (*([{"role": "system", "content": system}] if system else []), *messages)

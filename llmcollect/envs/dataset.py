@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llmcollect.components import import_target, stable_path
+from llmcollect.envs.base import opening
 from llmcollect.envs.items import Item, Items, loader_items, open_items
 from llmcollect.errors import EnvError, SpecError
 from llmcollect.types import Completion, Message, Observation, Task, Transition
@@ -73,8 +74,7 @@ class DatasetEnv:
     def reset(self, task: Task) -> Observation:
         """The prompt of item `task.index`."""
         self._item = self._items.item(task.index)
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        return Observation(messages=(*system, *self._messages()), info={"item": self._item})
+        return Observation(messages=opening(self._system, self._messages()), info={"item": self._item})
 
     def step(self, completion: Completion) -> Transition | Awaitable[Transition]:
         """The reward of the response."""

@@ -15,11 +15,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from llmcollect.components import EnvSpec
+from llmcollect.envs.base import require_methods
 from llmcollect.envs.process import ProcessEnv
 from llmcollect.errors import EnvError, LLMCollectError
 from llmcollect.types import Completion, Observation, Task, Transition
-
-_METHODS = ("reset", "step")
 
 
 def make_env(spec: EnvSpec, name: str) -> Any:
@@ -37,10 +36,7 @@ def make_env(spec: EnvSpec, name: str) -> Any:
         raise
     except Exception as error:
         raise EnvError(f"env {name} could not be made: {type(error).__name__}: {error}") from error
-    found = env.methods if isinstance(env, ProcessEnv) else _METHODS
-    for method in _METHODS:
-        if method not in found or not callable(getattr(env, method, None)):
-            raise EnvError(f"env {name} is a {type(env).__name__} without a {method}() method")
+    require_methods(env, name)
     return env
 
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from llmcollect import canonical_json
+from llmcollect.envs.base import require_methods
 from llmcollect.errors import EnvError
 from llmcollect.types import Completion, Observation, Task, Transition
 
@@ -45,7 +46,7 @@ class ProcessEnv:
         self._name = name
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, constructor, kwargs), name=f"env {name}", daemon=True
+            target=_serve, args=(theirs, constructor, kwargs, name), name=f"env {name}", daemon=True
         )
         try:
             self._process.start()
@@ -55,7 +56,7 @@ class ProcessEnv:
             ) from error
         theirs.close()  # so that its end is seen here
         try:
-            self.methods: tuple[str, ...] = self._call("methods", None)
+            self._call("make", None)
         except BaseException:
             self.kill()
             raise
@@ -94,7 +95,7 @@ class ProcessEnv:
         return result
 
 
-def _serve(pipe: Connection, constructor: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+def _serve(pipe: Connection, constructor: Callable[..., Any], kwargs: dict[str, Any], name: str) -> None:
     """The process: makes the env, then answers one call after the other."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     env: Any = None
@@ -106,9 +107,9 @@ def _serve(pipe: Connection, constructor: Callable[..., Any], kwargs: dict[str, 
             trace = ""
             try:
                 match method:
-                    case "methods":
+                    case "make":
                         env = constructor(**kwargs)
-                        result = tuple(name for name in ("reset", "step") if callable(getattr(env, name, None)))
+                        require_methods(env, name)
                     case "close":
                         if callable(close := getattr(env, "close", None)):
                             _settled(close(), runner)

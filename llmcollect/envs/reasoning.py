@@ -4,6 +4,7 @@ import re
 import warnings
 from typing import Any, Literal
 
+from llmcollect.envs.base import opening
 from llmcollect.errors import SpecError
 from llmcollect.types import Completion, Observation, Task, Transition
 
@@ -51,10 +52,9 @@ class ReasoningGymEnv:
         """The question that the task's seed gives."""
         self._dataset = self._create(self._name, seed=task.seed, size=1, **self._config)
         self._item = self._dataset[0]
-        system = [{"role": "system", "content": self._system}] if self._system else []
         user = {"role": "user", "content": self._item["question"] + self._suffix}
         return Observation(
-            messages=(*system, user),
+            messages=opening(self._system, [user]),
             info={"dataset": self._name, "answer": self._item["answer"], "metadata": self._item["metadata"]},
         )
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from llmcollect.envs.base import opening
 from llmcollect.errors import SpecError
 from llmcollect.types import Completion, Observation, Task, Transition
 
@@ -51,9 +52,8 @@ class TextArenaEnv:
         with self._own_random():
             self._game.reset(num_players=1, seed=task.seed)
             rules = self._news()
-        system = [{"role": "system", "content": self._system}] if self._system else []
         return Observation(
-            messages=(*system, {"role": "user", "content": rules}),
+            messages=opening(self._system, [{"role": "user", "content": rules}]),
             info={"game": self._game_name, "state": dict(self._game.state.game_state or {})},
         )
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,14 +112,7 @@ class Run:
 
     def group_records(self) -> list[GroupRecord]:
         """What has become of each group that has arrived in part or whole, in order; read from footers alone."""
-        arrived: Counter[int] = Counter()
-        failed: Counter[int] = Counter()
-        size = self.spec.group_size
-        for commit in self.commits():
-            lost = set(commit.failed)
-            for trajectory in commit.trajectories:
-                (failed if trajectory in lost else arrived)[trajectory // size] += 1
-        return [GroupRecord(group, size, arrived[group], failed[group]) for group in sorted({*arrived, *failed})]
+        return _group_records(self.commits(), self.spec.group_size)
 
     def to_arrow(self, include_failed: bool = False) -> pa.Table:
         """All rows as one table, in memory."""
@@ -154,14 +147,24 @@ def open_run(root: str | os.PathLike[str]) -> Run:
 
 def stored_members_of_open_groups(files: Files, spec: RunSpec) -> Iterator[pa.Table]:
     """The rows of groups of which some members are in the store and some are not, commit by commit."""
-    run = Run(files)
+    commits = list(Run(files).commits())
     size = spec.group_size
-    open_groups = {r.group for r in run.group_records() if r.arrived + r.failed < size}
-    for commit in run.commits() if open_groups else ():
+    open_groups = {r.group for r in _group_records(commits, size) if r.arrived + r.failed < size}
+    for commit in commits:
         if any(trajectory // size in open_groups for trajectory in commit.trajectories):
             table = read_commit(files, commit.shard, commit.number)
             assert table is not None
             yield table.filter(pc.is_in(table["group"], value_set=pa.array(sorted(open_groups), pa.int64())))
+
+
+def _group_records(commits: Iterable[CommitRecord], size: int) -> list[GroupRecord]:
+    arrived: Counter[int] = Counter()
+    failed: Counter[int] = Counter()
+    for commit in commits:
+        lost = set(commit.failed)
+        for trajectory in commit.trajectories:
+            (failed if trajectory in lost else arrived)[trajectory // size] += 1
+    return [GroupRecord(group, size, arrived[group], failed[group]) for group in sorted({*arrived, *failed})]
 
 
 def read_commit(files: Files, shard: int, number: int) -> pa.Table | None:
