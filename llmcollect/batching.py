@@ -118,7 +118,7 @@ class GroupBatching:
     """Groups: a group is held until each member has come to an outcome or failed.
 
     Attributes:
-        complete, incomplete, dropped: Counts of groups so far; dropped ones are among the incomplete.
+        dropped: Incomplete groups that were left out.
     """
 
     divisible = False
@@ -128,7 +128,7 @@ class GroupBatching:
         self._open: dict[int, _OpenGroup] = {}
         self._ready: deque[tuple[StepBatch, GroupRecord]] = deque()
         self._taken: list[GroupRecord] = []
-        self.complete = self.incomplete = self.dropped = 0
+        self.dropped = 0
 
     def add(self, table: pa.Table, trajectories: Sequence[int]) -> int:
         return self._add(table, trajectories, room=1)
@@ -190,8 +190,6 @@ class GroupBatching:
     def _close(self, number: int) -> None:
         group = self._open.pop(number)
         record = GroupRecord(number, self._group_size, group.arrived, group.failed)
-        self.complete += record.complete
-        self.incomplete += not record.complete
         if not record.complete and not self._keep_incomplete:
             self.dropped += 1
         elif group.arrived:

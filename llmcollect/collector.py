@@ -232,6 +232,11 @@ class LLMCollector:
         """Counters of each shard; empty before the first batch was asked for."""
         return self._backend.progress if self._backend else []
 
+    @property
+    def dropped_groups(self) -> int:
+        """Incomplete groups that were left out so far, with `yields="groups"` and `on_incomplete_group="drop"`."""
+        return self._batching.dropped if isinstance(self._batching, GroupBatching) else 0
+
     def close(self) -> None:
         """Stop: what is in flight is given up, what has finished is committed, engines and envs are freed."""
         self._ended = True

@@ -67,7 +67,7 @@ class Limits(_Model):
         max_hung_envs: Env instances a shard may give up during a call that does not return; each holds a thread.
         max_failure_rate: Share of failed trajectories, over the last 200 and after the first 20, that stops the run.
         on_incomplete_group: With `yields="groups"`, whether a group of which members failed is handed out ("keep",
-            flagged) or left out ("drop", counted, and still stored).
+            flagged) or left out ("drop", counted in `LLMCollector.dropped_groups`, and still stored).
         commit_rows, commit_bytes, commit_seconds: A commit is cut when it has so many rows or bytes, or is so old.
     """
 

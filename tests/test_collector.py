@@ -176,7 +176,9 @@ def test_groups_that_lost_a_member_are_kept_and_flagged_or_dropped(policy: str, 
     env = partial(FaultyEnv, "step", every=5, marker=str(markers))
     limits = Limits(max_attempts=1, on_incomplete_group=policy, max_failure_rate=1)  # type: ignore[arg-type]
     root = tmp_path / "run"
-    whole = torch.cat(list(collector(env=env, yields="groups", limits=limits, root=root)))
+    collecting = collector(env=env, yields="groups", limits=limits, root=root)
+    whole = torch.cat(list(collecting))
+    assert collecting.dropped_groups == 8 - groups
     assert len(set(whole["collector", "group"].tolist())) == groups
     flags = zip(*(whole["group", name].tolist() for name in ("expected", "arrived", "failed")), strict=True)
     assert set(flags) == ({(2, 2, 0), (2, 1, 1)} if policy == "keep" else {(2, 2, 0)})
