@@ -1,5 +1,8 @@
 """The facade: batches of the right size, each row once, live rows equal to stored ones."""
 
+import os
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -99,6 +102,30 @@ def test_a_run_without_end_can_be_closed() -> None:
     assert BytePolicy.closed == closed + 1
     with pytest.raises(StopIteration):
         next(collecting)
+
+
+def test_a_script_that_ends_without_close_commits_what_had_finished(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "from functools import partial\n"
+        "from llmcollect import Limits, LLMCollector\n"
+        "from tests.fakes import AsyncCountEnv, BytePolicy\n"
+        "if __name__ == '__main__':\n"
+        "    limits = Limits(concurrency=8, commit_seconds=1, max_open_trajectories=4000)\n"
+        "    policy = partial(BytePolicy, delay_s=0.01)\n"
+        "    collector = LLMCollector(AsyncCountEnv, policy, steps_per_batch=4, root='run', limits=limits)\n"
+        "    next(collector)\n"
+        "    while collector.progress()[0].done < 400: time.sleep(0.01)\n"
+        "    print(collector.progress()[0].done, flush=True)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    stored = open_run(tmp_path / "run").to_arrow()["trajectory"].to_pylist()
+    assert len(set(stored)) >= int(done.stdout) >= 400
 
 
 def test_what_ends_the_collection_is_raised_after_the_rows_before_it() -> None:

@@ -44,7 +44,8 @@ class EnvPool:
     """Instances of one env. Belongs to one event loop.
 
     Attributes:
-        hung: Instances that were given up while a call of theirs was still running.
+        hung: Instances that were given up while a call of theirs was still running, and that hold a thread for it; a
+            process is ended instead.
         late: Results of calls that had been given up; they are dropped.
     """
 
@@ -76,7 +77,7 @@ class EnvPool:
 
     def discard(self, handle: "EnvHandle") -> None:
         """Never use it again; a call that still runs is abandoned."""
-        self.hung += handle.busy
+        self.hung += handle.hangs
         handle.close()
 
     def close(self) -> None:
@@ -95,9 +96,9 @@ class EnvHandle:
         self._name, self._env, self._thread = name, env, thread
 
     @property
-    def busy(self) -> bool:
-        """Whether a blocking call is running."""
-        return self._thread.busy
+    def hangs(self) -> bool:
+        """Whether a blocking call is running that nothing can end."""
+        return self._thread.busy and not isinstance(self._env, ProcessEnv)
 
     async def reset(self, task: Task) -> Observation:
         """`Env.reset`, its result checked.
@@ -131,7 +132,7 @@ class EnvHandle:
 
     def close(self) -> None:
         """Close the instance, in its own thread after what it is doing, or at once if it is a process that hangs."""
-        if self.busy and isinstance(self._env, ProcessEnv):
+        if self._thread.busy and isinstance(self._env, ProcessEnv):
             self._env.kill()
         close = getattr(self._env, "close", None)
         if inspect.iscoroutinefunction(close):
