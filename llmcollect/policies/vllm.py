@@ -33,8 +33,13 @@ _CPU_ENGINE_ARGS = {
     "block_size": 32,
     "enable_chunked_prefill": False,
 }
-# Without VLLM_PLUGINS every installed plugin is imported in each process (TorchRL's, say); ours ends orphans.
-_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "llmcollect", "DO_NOT_TRACK": "1"}
+# Without VLLM_PLUGINS every installed plugin is imported in each process (TorchRL's, say); ours end orphans and log.
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "llmcollect_orphans,llmcollect_logging",
+    "VLLM_CONFIGURE_LOGGING": "0",
+}
 
 
 _starting = threading.Lock()  # one engine at a time: what is set for one is not for another

@@ -1,6 +1,9 @@
 """The real engine: exact tokens, log-probs of the sampled distribution, and clear refusals."""
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,3 +172,34 @@ def test_a_killed_engine_is_replaced_and_nothing_is_lost(tiny: Path, tmp_path: P
     assert {record.complete for record in open_run(tmp_path).group_records()} == {True}
     attempts = [attempt for commit in open_run(tmp_path).commits() for attempt in commit.failed_attempts]
     assert {attempt["type"] for attempt in attempts} == {"EngineDeadError"}
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_an_engine_leaves_the_applications_logging_alone(tiny: Path, tmp_path: Path) -> None:
+    """A handler that is flushed under logging's lock, and waits for a thread that logs, would never come back."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import logging, sys\n"
+        "from functools import partial\n"
+        "from llmcollect import LLMCollector, Sampling\n"
+        "from llmcollect.policies import VLLMPolicy\n"
+        "from tests.fakes import CountEnv\n"
+        "class Handler(logging.Handler):\n"
+        "    def flush(self): print('flushed')\n"
+        "    def close(self): print('closed')\n"
+        "    def emit(self, record): print(record.getMessage())\n"
+        "if __name__ == '__main__':\n"
+        "    logging.getLogger('application').addHandler(Handler())\n"
+        f"    policy, sampling = partial(VLLMPolicy, sys.argv[1], **{ENGINE_ARGS}), Sampling(max_tokens=4)\n"
+        "    with LLMCollector(partial(CountEnv, 1), policy, steps_per_batch=1, num_groups=1, sampling=sampling) as batches:\n"
+        "        print(sum(len(batch) for batch in batches))\n"
+        "    logging.getLogger('application').error('heard', stack_info=False)\n"
+        "    logging.getLogger('application').handlers.clear()\n"
+        "    print('end', flush=True)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tiny)], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stdout.split()[:3], done.stderr) == (0, ["1", "heard", "end"], "")
