@@ -256,6 +256,15 @@ class StepBatch:
         order = np.argsort(np.concatenate([hidden - 0.5, np.arange(len(own))]), kind="stable")
         return cls(pa.concat_tables([history, own]).take(order), np.flatnonzero(order >= len(hidden)))
 
+    def compact(self) -> "StepBatch":
+        """A copy that holds no rows but its own and those of their contexts: to keep a few of many."""
+        starts = _context_starts(self._table)[self._rows]
+        edges = np.zeros(self._table.num_rows + 1, np.int64)
+        np.add.at(edges, starts, 1)
+        np.add.at(edges, self._rows + 1, -1)
+        needed = np.cumsum(edges)[:-1] > 0
+        return StepBatch(self._table.take(np.flatnonzero(needed)), np.cumsum(needed)[self._rows] - 1)
+
     def _trimmed(self) -> "StepBatch":
         """Without the rows before the first context and after the last row: a slice holds no more than it needs."""
         if not len(self._rows):

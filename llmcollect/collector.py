@@ -171,7 +171,7 @@ class LLMCollector:
         if self._root is None:
             return LocalBackend(_cut_for_memory(self.spec, self._steps_per_batch), None)
         if isinstance(self._batching, GroupBatching):
-            for table in stored_members_of_open_groups(self._root.files, self.spec):
+            for table in stored_members_of_open_groups(self._root.files):
                 self._batching.add_stored(table)
         return LocalBackend(self.spec, self._root)
 

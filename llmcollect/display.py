@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcollect.progress import ShardProgress, watching
-from llmcollect.store.reader import Run, StoredTrajectory
+from llmcollect.store import Run, StoredTrajectory
 from llmcollect.summary import HEADERS, EnvSummary, cells
 
 _ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}

@@ -12,9 +12,6 @@ from llmcollect.schema import FORMAT_VERSION, STEP_SCHEMA
 from llmcollect.store import layout
 from llmcollect.store.files import Files
 
-COMMIT_KEY = b"llmcollect.commit"
-"""The key of the CommitRecord in a Parquet footer."""
-
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)  # a later version may add fields
@@ -53,6 +50,8 @@ class CommitRecord(_Record):
         trajectories: Numbers of the trajectories whose rows the commit holds, in order.
         failed: Those of them that ended in a failure.
         failed_attempts: Earlier tries at them that failed, of which no rows are kept.
+        envs: Names of the envs of its trajectories.
+        best_reward: The greatest sum of rewards of one of them; None: unknown.
         num_groups: Size of the run as the writer knew it.
         limits: The limits it ran with.
     """
@@ -68,6 +67,8 @@ class CommitRecord(_Record):
     rows: int
     tokens: int
     policy_versions: tuple[int, ...] = ()
+    envs: tuple[str, ...]
+    best_reward: float | None = None
     num_groups: int | None = None
     limits: dict[str, Any] = Field(default_factory=dict)
 
@@ -102,7 +103,8 @@ def create_or_check_run(files: Files, spec: RunSpec, fingerprints: tuple[str, ..
         spec=spec.model_dump(mode="json"),
         fingerprints=fingerprints,
     )
-    if not files.exists(layout.RUN) and files.put_if_absent(layout.RUN, record.model_dump_json(indent=2).encode()):
+    data = record.model_dump_json(indent=2).encode()
+    if files.read(layout.RUN) is None and files.put_if_absent(layout.RUN, data):
         return record
     stored = read_run(files)
     _check_same_run(files.root, stored, record)
@@ -115,12 +117,9 @@ def read_run(files: Files) -> RunRecord:
     Raises:
         StoreError: There is none, it cannot be read, or its format is newer than this version knows.
     """
-    try:
-        data = files.read(layout.RUN)
-    except FileNotFoundError:
-        raise StoreError(f"{files.root} holds no run: it has no {layout.RUN}") from None
-    except OSError as error:
-        raise StoreError(f"cannot read {files.root}: {error.strerror or error}") from error
+    data = files.read(layout.RUN)
+    if data is None:
+        raise StoreError(f"{files.root} holds no run: it has no {layout.RUN}")
     try:
         record = RunRecord.model_validate_json(data)
     except ValidationError as error:

@@ -128,8 +128,8 @@ def test_a_lost_answer_is_recognised_as_ones_own_commit(tmp_path: Path) -> None:
         assert won is not None
         assert won["trajectory"].to_pylist() == [number]
     assert open_run(tmp_path).to_arrow()["trajectory"].to_pylist() == [0, 1, 2]
-    assert files.exists(layout.commit_path(0, 2))
-    assert not files.exists(layout.commit_path(0, 3))
+    assert files.read(layout.commit_path(0, 2)) is not None
+    assert files.read(layout.commit_path(0, 3)) is None
 
 
 def test_a_writer_catches_up(tmp_path: Path) -> None:
@@ -232,12 +232,12 @@ def test_reading_imports_nothing_that_a_run_names(tmp_path: Path) -> None:
 
 def test_a_root_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"cannot write .*Not a directory"):
+    with pytest.raises(StoreError, match=r"cannot read .*Not a directory"):
         home(tmp_path / "file" / "run")
 
 
 def test_a_root_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(SpecError, match="not supported"):
+    with pytest.raises(SpecError, match="local folders and s3:"):
         open_files("gopher://host/run")
 
 
@@ -245,12 +245,13 @@ def test_duckdb_polars_and_pandas_read_the_files_as_they_are(tmp_path: Path) -> 
     import duckdb
     import polars
 
+    spec = SPEC.model_copy(update={"num_shards": 2})
     for shard in range(2):
-        writer_at(tmp_path, SPEC, shard).append([trajectory(shard), trajectory(shard + 2)])
+        writer_at(tmp_path, spec, shard).append([trajectory(shard), trajectory(shard + 2)])
     pattern = f"{tmp_path}/steps/**/*.parquet"
     rows = duckdb.sql(f"select trajectory, shard, response_ids, started_at from '{pattern}' order by 1").fetchall()
     assert [row[:3] for row in rows] == [(0, 0, [2, 3]), (1, 1, [2, 3]), (2, 0, [2, 3]), (3, 1, [2, 3])]
     frame = polars.read_parquet(pattern)
     assert frame.sort("trajectory")["prompt_ids"].to_list() == [[1, 0], [1, 1], [1, 2], [1, 3]]
     run = open_run(tmp_path)
-    assert len(run.to_pandas()) == 2  # this spec has one shard
+    assert run.to_pandas()["trajectory"].tolist() == [0, 2, 1, 3]
