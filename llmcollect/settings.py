@@ -11,6 +11,7 @@ class Settings(BaseSettings):
     Attributes:
         base: Folder or URL below which a run without a root of its own gets one, named by its flow run.
         cache: Folder for models that are made once.
+        store_patience_s: How long an object store that has answered before is waited for while it does not.
         verbose: Let the libraries below (vLLM, transformers, Prefect) write what they like.
     """
 
@@ -18,4 +19,5 @@ class Settings(BaseSettings):
 
     base: str | None = None
     cache: Path = Path("~/.cache/llmcollect")
+    store_patience_s: float = 300
     verbose: bool = False

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from llmcollect.components import ComponentSpec
 from llmcollect.policies import VLLMPolicy
 from llmcollect.policies.engines import Engine, engine_thread
 from tests import tiny_model
+from tests.servers import s3
+from tests.servers.proxy import Proxy
 
 settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("project")
@@ -63,6 +66,37 @@ def engine(tiny_policy: Any) -> Iterator[Engine]:
     yield found[0]
     job.cancel()
     job.wait()
+
+
+def pytest_report_header() -> str:
+    return f"S3 server: {s3.NAME}"
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of the S3 server of the session."""
+    with s3.running(tmp_path_factory.mktemp("s3") / "server") as environment:
+        yield environment
+
+
+@pytest.fixture
+def bucket(s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a new bucket, with the environment set for its server."""
+    import s3fs
+
+    for name, value in s3_server.items():
+        monkeypatch.setenv(name, value)
+    name = f"b{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(name)
+    return f"s3://{name}"
+
+
+@pytest.fixture
+def proxy(bucket: str, s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy in front of the S3 server, which the environment names from now on."""
+    with Proxy(s3_server["AWS_ENDPOINT_URL"]).running() as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
 
 
 @pytest.fixture(autouse=True)

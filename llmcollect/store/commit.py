@@ -85,16 +85,13 @@ def read_commit_records(files: Files, places: Sequence[tuple[int, int]], run: st
         yield footer
 
 
-def read_commit(
-    files: Files, record: CommitRecord, selection: Selection | None = None, size: int | None = None
-) -> pa.Table:
+def read_commit(files: Files, record: CommitRecord, selection: Selection | None = None) -> pa.Table:
     """The rows of a commit, checksums verified: whole trajectories, in the order in which they were written.
 
     Args:
         files: Where.
         record: Its record.
         selection: Which trajectories and columns; what it leaves out is not read, as far as row groups allow it.
-        size: Size of the file, if known.
 
     Raises:
         CorruptFileError: The file is damaged, gone, or not what the record says.
@@ -106,7 +103,7 @@ def read_commit(
             if data is None:
                 raise FileNotFoundError("it is gone")
             return _selected(_open(pa.BufferReader(data)), record, selection)
-        with files.open(path, size) as file:
+        with files.open(path) as file:
             return _selected(_open(file), record, selection)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise CorruptFileError(f"{files.root}/{path} cannot be read: {_first_line(error)}") from error

@@ -36,12 +36,8 @@ class Files(Protocol):
         """Several files, at the same time where that is faster; of each the last so many bytes, or all."""
         ...
 
-    def open(self, path: str, size: int | None = None) -> BinaryIO:
+    def open(self, path: str) -> BinaryIO:
         """The file, seekable, for reading parts of it.
-
-        Args:
-            path: Relative path.
-            size: Size in bytes if it is known, which saves asking for it.
 
         Raises:
             FileNotFoundError: There is none.
@@ -92,7 +88,7 @@ class LocalFiles:
     def read_many(self, paths: Sequence[str], last: int | None = None) -> list[bytes | None]:
         return [self._read(path, last) for path in paths]
 
-    def open(self, path: str, size: int | None = None) -> BinaryIO:
+    def open(self, path: str) -> BinaryIO:
         try:
             return open(self._root / path, "rb")
         except FileNotFoundError:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 from llmcollect.errors import StoreError
+from llmcollect.settings import Settings
 
 _T = TypeVar("_T")
 
 _FIRST_PATIENCE_S = 10.0
-_PATIENCE_S = 300.0
 _LONGEST_PAUSE_S = 15.0
 
 
@@ -19,8 +19,9 @@ class FsspecFiles:
 
     A subclass says how the file system tells a failure that passes from one that stays; a file system whose
     `pipe_file(mode="create")` is one atomic request that raises FileExistsError needs nothing else. What passes is
-    tried again, with growing pauses: for 10 seconds as long as the store has not answered once, for 5 minutes after
-    that. So a wrong address is told soon, and an outage in the middle of a run is waited out.
+    tried again, with growing pauses: for 10 seconds as long as the store has not answered once, and for 5 minutes
+    (LLMCOLLECT_STORE_PATIENCE_S) after that. So a wrong address is told soon, and an outage in the middle of a run is
+    waited out.
 
     Args:
         root: The URL, for messages.
@@ -33,6 +34,7 @@ class FsspecFiles:
         self._fs = fs
         self._prefix = prefix.strip("/")
         self._answered = False
+        self._patience_s = Settings().store_patience_s
 
     def put_if_absent(self, path: str, data: bytes) -> bool:
         return self._call(f"write {self.root}/{path}", lambda: self._put(self._at(path), data))
@@ -45,7 +47,8 @@ class FsspecFiles:
 
         def fetch() -> None:
             missing = [path for path in paths if path not in found]
-            start = None if last is None else -last
+            # A range even for all of it: without one s3fs asks for the size first, and lists what is not there.
+            start = 0 if last is None else -last
             answers = self._fs.cat_ranges([self._at(path) for path in missing], start, None, on_error="return")
             failed = None
             for path, answer in zip(missing, answers, strict=True):
@@ -53,6 +56,8 @@ class FsspecFiles:
                     found[path] = answer
                 elif self._is_absent(answer):
                     found[path] = None
+                elif self._is_empty(answer):
+                    found[path] = b""
                 else:
                     failed = answer
             if failed is not None:
@@ -62,12 +67,11 @@ class FsspecFiles:
             self._call(f"read {self.root}", fetch)
         return [found[path] for path in paths]
 
-    def open(self, path: str, size: int | None = None) -> BinaryIO:
+    def open(self, path: str) -> BinaryIO:
         # Arrow asks for just the ranges that it needs, and joins those that lie close together.
-        options = {} if size is None else {"size": size}
         file: BinaryIO = self._call(
             f"read {self.root}/{path}",
-            lambda: self._fs.open(self._at(path), "rb", cache_type="none", **options),
+            lambda: self._fs.open(self._at(path), "rb", cache_type="none"),
             absent=FileNotFoundError,
         )
         return file
@@ -93,6 +97,10 @@ class FsspecFiles:
     def _is_absent(self, error: BaseException) -> bool:
         return isinstance(error, FileNotFoundError)
 
+    def _is_empty(self, error: BaseException) -> bool:
+        """Whether a range was refused because the file has no bytes at all."""
+        return False
+
     def _passes(self, error: BaseException) -> bool:
         """Whether the same request may succeed in a while."""
         return isinstance(error, ConnectionError | TimeoutError)
@@ -105,7 +113,8 @@ class FsspecFiles:
         return f"{self._prefix}/{path}"
 
     def _call(self, doing: str, call: Callable[[], _T], absent: type[Exception] | None = None) -> _T:
-        deadline = time.monotonic() + (_PATIENCE_S if self._answered else _FIRST_PATIENCE_S)
+        patience = self._patience_s if self._answered else min(_FIRST_PATIENCE_S, self._patience_s)
+        deadline = time.monotonic() + patience
         pause = 0.1
         while True:
             try:

@@ -7,6 +7,8 @@ configuration (`FSSPEC_S3_...`, `~/.config/fsspec`). None of them is stored.
 
 from typing import Any
 
+import fsspec.config
+
 from llmcollect.errors import SpecError, StoreError
 from llmcollect.store.objects import FsspecFiles
 
@@ -14,7 +16,7 @@ _LARGEST_PUT = 5 * 10**9
 _WORDS = {
     "NoSuchBucket": "the bucket does not exist",
     "AccessDenied": "permission denied",
-    "403": "permission denied",
+    "403": "permission denied, or the credentials are wrong",
     "InvalidAccessKeyId": "the credentials are refused: this access key does not exist there",
     "SignatureDoesNotMatch": "the credentials are refused: the secret does not belong to the access key",
     "ExpiredToken": "the credentials have expired",
@@ -41,9 +43,8 @@ class S3Files(FsspecFiles):
         if not self._bucket:
             raise SpecError(f"{root!r} names no bucket: write s3://bucket/path")
         # An instance of its own: others of the process may hold old listings.
-        fs = S3FileSystem(
-            use_listings_cache=False, skip_instance_cache=True, config_kwargs={"max_pool_connections": 32}
-        )
+        options = {"max_pool_connections": 32} | fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+        fs = S3FileSystem(use_listings_cache=False, skip_instance_cache=True, config_kwargs=options)
         super().__init__(root, fs, location)
 
     def _put(self, path: str, data: bytes) -> bool:
@@ -60,6 +61,9 @@ class S3Files(FsspecFiles):
 
     def _is_absent(self, error: BaseException) -> bool:
         return isinstance(error, FileNotFoundError) and _code(error) != "NoSuchBucket"
+
+    def _is_empty(self, error: BaseException) -> bool:
+        return _status(error) == 416
 
     def _passes(self, error: BaseException) -> bool:
         from aiohttp import ClientError
