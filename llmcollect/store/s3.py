@@ -67,10 +67,19 @@ class S3Files(FsspecFiles):
 
     def _passes(self, error: BaseException) -> bool:
         from aiohttp import ClientError
+        from botocore.exceptions import ConnectionError as BotoConnectionError
         from botocore.exceptions import HTTPClientError, ResponseStreamingError
         from fsspec.exceptions import FSTimeoutError
 
-        passing = (HTTPClientError, ResponseStreamingError, ClientError, FSTimeoutError, ConnectionError, TimeoutError)
+        passing = (
+            HTTPClientError,
+            BotoConnectionError,
+            ResponseStreamingError,
+            ClientError,
+            FSTimeoutError,
+            ConnectionError,
+            TimeoutError,
+        )
         # 409 is how S3 answers when two conditional requests meet; one of the next tries gets a 412.
         return isinstance(error, passing) or _status(error) >= 500 or _status(error) in (408, 409, 429)
 
