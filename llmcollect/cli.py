@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App, CycloptsError
 from rich.console import Console
 
-from llmcollect.errors import LLMCollectError, RunFailedError, SpecError
+from llmcollect.errors import CorruptFileError, LLMCollectError, RunFailedError, SpecError
 from llmcollect.run import RunSpec
 
 if TYPE_CHECKING:
@@ -91,6 +91,30 @@ def show(root: str, *, conversations: int = 2, failures: bool = False) -> None:
             if trajectory.failure:
                 console.rule(f"trajectory {trajectory.trajectory} · {trajectory.env}", align="left")
                 console.print(trajectory.failure["traceback"], markup=False, highlight=False)
+
+
+@app.command
+def verify(root: str) -> None:
+    """Read a whole run and check what must hold of it; exit code 1 if something does not.
+
+    Parameters
+    ----------
+    root:
+        Folder or s3:// URL of the run.
+    """
+    from llmcollect.store import verify as verify_run
+
+    report = verify_run(root)
+    for fault in report.faults:
+        print(fault)
+    planned = "no fixed number" if report.planned is None else f"{report.planned:,}"
+    state = "complete" if report.complete else "whole so far" if report.ok else "damaged"
+    print(
+        f"run {report.run} in {root} is {state}: {report.trajectories:,} of {planned} trajectories "
+        f"({report.failed:,} failed), {report.rows:,} steps and {report.tokens:,} tokens in {report.commits:,} commits"
+    )
+    if not report.ok:
+        raise CorruptFileError(f"{len(report.faults)} faults in {root}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
