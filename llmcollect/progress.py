@@ -15,7 +15,7 @@ class ShardProgress:
 
     Attributes:
         planned: Trajectories of the shard; None for an unbounded run.
-        stored: Those that earlier runs had collected.
+        stored: Those that others had collected: earlier runs, or another writer before their turn came.
         done: Finished now, failed ones included.
         rewarded: Those of them that have a reward.
         hung_envs: Env instances given up during a call.

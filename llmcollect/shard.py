@@ -103,7 +103,9 @@ async def _collect_missing(
 ) -> None:
     own_bound = admission is None
     bound = admission or make_admission(spec)
-    done = frozenset(writer.done) if writer else frozenset()
+    # Grows with what other writers are found to have committed: it need not be collected once more.
+    done = writer.done if writer else set[int]()
+    known = frozenset(done)
     append = (
         writer.append
         if writer
@@ -159,6 +161,9 @@ async def _collect_missing(
                     progress.start()
                     for group in plan_groups(spec, shard):
                         missing = [plan for plan in group.trajectories if plan.trajectory not in done]
+                        progress.stored += sum(
+                            plan.trajectory in done and plan.trajectory not in known for plan in group.trajectories
+                        )
                         if missing:
                             if not await bound.admit(len(missing)):
                                 break
