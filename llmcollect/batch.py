@@ -8,7 +8,9 @@ batch keeps, beside its own rows, the earlier rows of their trajectories, and re
 without a Python loop.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -56,6 +58,112 @@ _TIMES = {name: ("collector", name) for name in ("started_at", "generated_at", "
 _NO_TIME = np.iinfo(np.int64).min
 
 
+class Arrays:
+    """The columns of a table as numpy arrays, each made when it is first asked for."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self._columns: dict[str, npt.NDArray[Any]] = {}
+        self._valid: dict[str, npt.NDArray[np.bool_]] = {}
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Numbers as int64, times as microseconds (`_NO_TIME` where there is none), rewards with NaN for null."""
+        if name not in self._columns:
+            column = self._table[name]
+            if name in _TIMES:
+                column = column.cast(pa.int64()).fill_null(int(_NO_TIME))
+            elif name == "reward":
+                column = column.fill_null(np.nan)
+            array = _numpy(column)
+            self._columns[name] = array.astype(np.int64) if array.dtype.kind == "i" else array
+        return self._columns[name]
+
+    def valid(self, name: str) -> npt.NDArray[np.bool_]:
+        """Whether the value is there."""
+        if name not in self._valid:
+            self._valid[name] = _numpy(pc.is_valid(self._table[name]))
+        return self._valid[name]
+
+    @functools.cached_property
+    def context_starts(self) -> _Ints:
+        """For each row the row where its context begins."""
+        starts = (_numpy(self._table["step"]) <= 0) | _numpy(self._table["context_reset"])
+        return np.maximum.accumulate(np.where(starts, np.arange(len(starts)), 0))
+
+    @functools.cached_property
+    def spans(self) -> "Spans":
+        """The run-lengths of policy versions."""
+        column = _whole(self._table["policy_versions"])
+        count = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        values = column.flatten()
+        version, length = (values.field(name).to_numpy(zero_copy_only=False) for name in ("version", "count"))
+        return Spans(np.cumsum(count) - count, count, version, length)
+
+    @functools.cached_property
+    def flow(self) -> "Flow":
+        """The ids of all rows, end to end."""
+        return Flow.of(self._table, self.context_starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Runs of tokens of one policy version; row r has `count[r]` of them from number `first[r]` on."""
+
+    first: _Ints
+    count: _Ints
+    version: _Ints
+    length: _Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """All ids in the order in which the policy saw them (prompt, response, prompt, ...): a context is one slice.
+
+    Attributes:
+        tokens: int64; followed by as many zeros as the longest context has ids.
+        logprobs: float32 beside them, 0 on prompts, NaN where none was given; None if they were not read.
+        finite: Whether all log-probs are finite numbers: a product with a mask is 0 then where the mask is.
+        base: For each row where its prompt begins.
+        prompt_lengths, response_lengths: int64, for each row.
+    """
+
+    tokens: _Ints
+    logprobs: npt.NDArray[np.float32] | None
+    finite: bool
+    base: _Ints
+    prompt_lengths: _Ints
+    response_lengths: _Ints
+
+    @classmethod
+    def of(cls, table: pa.Table, context_starts: _Ints) -> "Flow":
+        """Of rows that hold whole contexts."""
+        prompts, prompt_lengths = _flat(table["prompt_ids"])
+        responses, response_lengths = _flat(table["response_ids"])
+        ends = np.cumsum(prompt_lengths + response_lengths)
+        base = ends - prompt_lengths - response_lengths
+        total = int(ends[-1]) if len(ends) else 0
+        longest = int((ends - base[context_starts]).max(initial=0))
+        sampled = np.zeros(total + longest, np.bool_)
+        turns = np.stack([prompt_lengths, response_lengths], 1).reshape(-1)
+        sampled[:total] = np.repeat(np.tile([False, True], len(prompt_lengths)), turns)
+
+        tokens = np.zeros(total + longest, np.int64)
+        tokens[sampled] = responses
+        tokens[:total][~sampled[:total]] = prompts
+        logprobs, finite = None, False
+        if "response_logprobs" in table.column_names:
+            given, lengths = _flat(table["response_logprobs"])
+            logprobs = np.zeros(total + longest, np.float32)
+            if len(given) == len(responses):
+                logprobs[sampled] = given
+                finite = bool(np.isfinite(given).all())
+            else:
+                logprobs[sampled] = np.nan
+                of_given = np.repeat(lengths == response_lengths, response_lengths)
+                logprobs[np.flatnonzero(sampled)[of_given]] = given
+        return cls(tokens, logprobs, finite, base, prompt_lengths, response_lengths)
+
+
 class StepBatch:
     """Rows of steps.
 
@@ -72,6 +180,7 @@ class StepBatch:
     def __init__(self, table: pa.Table, rows: _Ints | None = None) -> None:
         self._table = table
         self._rows: _Ints = np.arange(table.num_rows) if rows is None else rows
+        self._arrays = Arrays(table)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -108,7 +217,9 @@ class StepBatch:
     def split(self, size: int) -> Iterator["StepBatch"]:
         """Batches of `size` rows; the last may be shorter."""
         for start in range(0, len(self), size):
-            yield self[start : start + size]
+            part = StepBatch(self._table, self._rows[start : start + size])
+            part._arrays = self._arrays  # what is made of the table's columns is made once
+            yield part
 
     @staticmethod
     def concat(batches: Sequence["StepBatch"]) -> "StepBatch":
@@ -143,65 +254,79 @@ class StepBatch:
             - `("text", ...)`: texts and JSON; `("collector", ...)`: where the row comes from, int64 or text [B],
               with times in UTC microseconds, and the reward as float64
         """
-        table, rows = self._table, self._rows
-        prompts, prompt_lengths = _flat(table["prompt_ids"])
-        responses, response_lengths = _flat(table["response_ids"])
-        tokens, base = _interleave(prompts, prompt_lengths, responses, response_lengths)
-        first = _context_starts(table)[rows] if context == "full" else rows
-        prompt_start, prompt_end = base[first], base[rows] + prompt_lengths[rows]
-        response_end = prompt_end + response_lengths[rows]
+        have, rows, arrays = set(self._table.column_names), self._rows, self._arrays
+        values: dict[tuple[str, ...], Any] = {}
+        if {"prompt_ids", "response_ids"} <= have:
+            values |= self._conversations(context)
+        if "reward" in have:
+            with np.errstate(over="ignore"):  # beyond float32 it is infinite there
+                values["next", "reward"] = arrays.column("reward")[rows].astype(np.float32)[:, None]
+            values["collector", "reward"] = arrays.column("reward")[rows]
+            values["collector", "has_reward"] = arrays.valid("reward")[rows]
+        for name in ("terminated", "truncated"):
+            if name in have:
+                values["next", name] = arrays.column(name)[rows][:, None]
+        if {"terminated", "truncated", "failure"} <= have:
+            over = values["next", "terminated"] | values["next", "truncated"]
+            values["next", "done"] = over | arrays.valid("failure")[rows][:, None]
+        for name, key in (_NUMBERS | _TIMES).items():
+            if name in have:
+                values[key] = arrays.column(name)[rows]
+        own = self.to_arrow()
+        texts: dict[tuple[str, ...], Any] = {key: own[name] for name, key in _TEXTS.items() if name in have}
+        return _tensordict(values, texts, len(self))
 
-        logprobs_column = table["response_logprobs"]
-        logprobs, logprob_lengths = _flat(logprobs_column)
-        given = _numpy(pc.is_valid(logprobs_column))[rows]
-        logprob_start = (np.cumsum(logprob_lengths) - logprob_lengths)[rows]
-        response_logprobs = _padded(logprobs, logprob_start, logprob_start + logprob_lengths[rows])
-        in_response = _mask(response_lengths[rows])
-        response_logprobs = np.pad(
-            response_logprobs, ((0, 0), (0, in_response.shape[1] - response_logprobs.shape[1]))
-        ).astype(np.float32)
-        response_logprobs[in_response & ~given[:, None]] = np.nan
+    def _conversations(self, context: Literal["full", "delta"]) -> dict[tuple[str, ...], Any]:
+        """What is made of ids, log-probs and versions."""
+        rows, arrays = self._rows, self._arrays
+        flow = arrays.flow
+        new, sampled = flow.prompt_lengths[rows], flow.response_lengths[rows]
+        first = arrays.context_starts[rows] if context == "full" else rows
+        prompt_start, prompt_end = flow.base[first], flow.base[rows] + new
+        full_length = prompt_end + sampled - prompt_start
+        attention = _mask(full_length)
+        is_prompt = _mask(prompt_end - prompt_start, attention.shape[1])
+        assistant = attention ^ is_prompt
+        in_response = _mask(sampled)
+        width = int((prompt_end - prompt_start).max(initial=0))
 
-        attention = _mask(response_end - prompt_start)
-        assistant = attention & ~_mask(prompt_end - prompt_start, attention.shape[1])
-        full_logprobs = np.zeros(attention.shape, np.float32)
-        full_logprobs[assistant] = response_logprobs[in_response]
-
-        selected = self.to_arrow()
-        reward = selected["reward"]
-        with np.errstate(over="ignore"):  # beyond float32 it is infinite there
-            reward32 = _numpy(reward.fill_null(np.nan)).astype(np.float32)
-        terminated, truncated = _numpy(selected["terminated"]), _numpy(selected["truncated"])
-        failed = _numpy(pc.is_valid(selected["failure"]))
+        full = _windows(flow.tokens, prompt_start, attention.shape[1])
+        np.multiply(full, attention, out=full)
+        response = _windows(flow.tokens, prompt_end, in_response.shape[1])
+        np.multiply(response, in_response, out=response)
         values: dict[tuple[str, ...], Any] = {
-            ("tokens", "prompt"): _padded(tokens, prompt_start, prompt_end),
+            ("tokens", "prompt"): full[:, :width] * is_prompt[:, :width],
             ("tokens", "prompt_length"): prompt_end - prompt_start,
-            ("tokens", "new_prompt_length"): prompt_lengths[rows],
-            ("tokens", "response"): _padded(tokens, prompt_end, response_end),
-            ("tokens", "response_length"): response_lengths[rows],
-            ("tokens", "full"): _padded(tokens, prompt_start, response_end),
-            ("tokens", "policy_version"): _token_versions(selected["policy_versions"], in_response),
-            ("log_probs", "response"): response_logprobs,
-            ("log_probs", "full"): full_logprobs,
-            ("log_probs", "given"): given,
+            ("tokens", "new_prompt_length"): new,
+            ("tokens", "response"): response,
+            ("tokens", "response_length"): sampled,
+            ("tokens", "full"): full,
             ("masks", "all_attention_mask"): attention,
             ("masks", "all_assistant_mask"): assistant,
-            ("next", "reward"): reward32[:, None],
-            ("next", "terminated"): terminated[:, None],
-            ("next", "truncated"): truncated[:, None],
-            ("next", "done"): (terminated | truncated | failed)[:, None],
-            ("collector", "reward"): _numpy(reward.fill_null(np.nan)),
-            ("collector", "has_reward"): _numpy(pc.is_valid(reward)),
         }
-        for name, key in _NUMBERS.items():
-            column = _numpy(selected[name])
-            values[key] = column if column.dtype == np.bool_ else column.astype(np.int64)
-        for name, key in _TIMES.items():
-            values[key] = _numpy(selected[name].cast(pa.int64()).fill_null(int(_NO_TIME)))
-        texts: dict[tuple[str, ...], list[str | None]] = {
-            key: selected[name].to_pylist() for name, key in _TEXTS.items()
-        }
-        return _tensordict(values, texts, len(self))
+        if flow.logprobs is not None:
+            for name, start, mask in (("response", prompt_end, in_response), ("full", prompt_start, assistant)):
+                own = _windows(flow.logprobs, start, mask.shape[1])
+                if flow.finite:
+                    np.multiply(own, mask, out=own)
+                else:
+                    own[~mask] = 0
+                values["log_probs", name] = own
+            values["log_probs", "given"] = arrays.valid("response_logprobs")[rows]
+        if "policy_versions" in self._table.column_names:
+            values["tokens", "policy_version"] = self._token_versions(in_response)
+        return values
+
+    def _token_versions(self, in_response: npt.NDArray[np.bool_]) -> _Ints:
+        """Run-lengths spelled out, one version a token; -1 elsewhere."""
+        spans = self._arrays.spans
+        first, count = spans.first[self._rows], spans.count[self._rows]
+        if (count == 1).all():
+            return np.where(in_response, spans.version[first][:, None], -1)
+        mine = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+        out = np.full(in_response.shape, -1, np.int64)
+        out[in_response] = np.repeat(spans.version[mine], spans.length[mine])
+        return out
 
     @classmethod
     def from_tensordict(cls, batch: "TensorDict") -> "StepBatch":
@@ -250,6 +375,7 @@ class StepBatch:
             ("prompt_ids", _lists(tokens[hidden][before[hidden]], (total - new)[hidden], None, "prompt_ids")),
             ("response_ids", pa.nulls(len(hidden), STEP_SCHEMA.field("response_ids").type)),
             ("response_logprobs", pa.nulls(len(hidden), STEP_SCHEMA.field("response_logprobs").type)),
+            ("policy_versions", pa.nulls(len(hidden), STEP_SCHEMA.field("policy_versions").type)),
             ("context_reset", pa.repeat(True, len(hidden))),
         ):
             history = history.set_column(history.schema.get_field_index(name), STEP_SCHEMA.field(name), value)
@@ -258,7 +384,7 @@ class StepBatch:
 
     def compact(self) -> "StepBatch":
         """A copy that holds no rows but its own and those of their contexts: to keep a few of many."""
-        starts = _context_starts(self._table)[self._rows]
+        starts = self._arrays.context_starts[self._rows]
         edges = np.zeros(self._table.num_rows + 1, np.int64)
         np.add.at(edges, starts, 1)
         np.add.at(edges, self._rows + 1, -1)
@@ -269,7 +395,7 @@ class StepBatch:
         """Without the rows before the first context and after the last row: a slice holds no more than it needs."""
         if not len(self._rows):
             return StepBatch(self._table.slice(0, 0))
-        start, end = int(_context_starts(self._table)[self._rows].min()), int(self._rows.max()) + 1
+        start, end = int(self._arrays.context_starts[self._rows].min()), int(self._rows.max()) + 1
         return StepBatch(self._table.slice(start, end - start), self._rows - start)
 
 
@@ -323,64 +449,38 @@ def _table(columns: Mapping[str, Any]) -> pa.Table:
 
 
 def _numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = column.combine_chunks().to_numpy(zero_copy_only=False)
+    array: npt.NDArray[Any] = _whole(column).to_numpy(zero_copy_only=False)
     return array
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """As one array; copied only if there are several chunks."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _flat(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], _Ints]:
     """Values of a list column end to end, and the length of each list; null counts as empty."""
     lengths = _numpy(pc.list_value_length(column).fill_null(0)).astype(np.int64)
-    values = pc.list_flatten(column).combine_chunks()
+    values = _whole(column).flatten()
     return values.to_numpy(zero_copy_only=False), lengths
-
-
-def _interleave(
-    prompts: npt.NDArray[Any], prompt_lengths: _Ints, responses: npt.NDArray[Any], response_lengths: _Ints
-) -> tuple[_Ints, _Ints]:
-    """All ids in the order in which the policy saw them (prompt, response, prompt, ...), and where each row begins.
-
-    The context of a row is then one slice.
-    """
-    lengths = prompt_lengths + response_lengths
-    base = np.cumsum(lengths) - lengths
-    tokens = np.empty(int(lengths.sum()), np.int64)
-    for values, counts, start in (
-        (prompts, prompt_lengths, base),
-        (responses, response_lengths, base + prompt_lengths),
-    ):
-        own_start = np.cumsum(counts) - counts
-        tokens[np.repeat(start - own_start, counts) + np.arange(len(values))] = values
-    return tokens, base
-
-
-def _context_starts(table: pa.Table) -> _Ints:
-    """For each row the row where its context begins."""
-    starts = (_numpy(table["step"]) <= 0) | _numpy(table["context_reset"])
-    return np.maximum.accumulate(np.where(starts, np.arange(len(starts)), 0))
 
 
 def _mask(lengths: _Ints, width: int | None = None) -> npt.NDArray[np.bool_]:
     """[B, width] with True where the place is below the row's length."""
     if width is None:
         width = int(lengths.max(initial=0))
-    return np.arange(width) < lengths[:, None]
+    ramp = np.zeros(2 * width, np.bool_)
+    ramp[:width] = True
+    return _windows(ramp, width - lengths, width)
 
 
-def _padded(values: npt.NDArray[Any], starts: _Ints, ends: _Ints) -> npt.NDArray[Any]:
-    """Slices `values[start:end]` as the rows of one array, padded with 0 on the right."""
-    mask = _mask(ends - starts)
-    out = np.zeros(mask.shape, values.dtype)
-    out[mask] = values[(starts[:, None] + np.arange(mask.shape[1]))[mask]]
-    return out
-
-
-def _token_versions(column: pa.ChunkedArray, in_response: npt.NDArray[np.bool_]) -> _Ints:
-    """Run-lengths spelled out, one version a token."""
-    out = np.full(in_response.shape, -1, np.int64)
-    spans = pc.list_flatten(column).combine_chunks()
-    versions, counts = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("version", "count"))
-    out[in_response] = np.repeat(versions, counts)
-    return out
+def _windows(values: npt.NDArray[Any], starts: _Ints, width: int) -> npt.NDArray[Any]:
+    """[B, width]: for each row so many values from its start on, copied as blocks of memory."""
+    if not width:
+        return np.zeros((len(starts), 0), values.dtype)
+    # `sliding_window_view`, without its checks, which take longer than the copy.
+    shape, strides = (len(values) - width + 1, width), 2 * values.strides
+    return np.ndarray(shape, values.dtype, values, strides=strides)[starts]
 
 
 def _run_lengths(versions: _Ints) -> list[dict[str, int]]:
@@ -403,7 +503,7 @@ def _tensor_keys(batch: "TensorDict") -> Iterator[tuple[str, ...]]:
 
 
 def _tensordict(
-    values: Mapping[tuple[str, ...], npt.NDArray[Any]], texts: Mapping[tuple[str, ...], list[str | None]], size: int
+    values: Mapping[tuple[str, ...], npt.NDArray[Any]], texts: Mapping[tuple[str, ...], pa.ChunkedArray], size: int
 ) -> "StepTensorDict":
     import torch
     from tensordict import NonTensorData, TensorDict
@@ -412,10 +512,9 @@ def _tensordict(
 
     nested: dict[str, dict[str, Any]] = {}
     for (outer, inner), array in values.items():
-        # Arrow's memory is read-only; a trainer may write into its batch.
-        nested.setdefault(outer, {})[inner] = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        nested.setdefault(outer, {})[inner] = torch.from_numpy(array)
     for (outer, inner), items in texts.items():
-        nested.setdefault(outer, {})[inner] = TextStack(texts=items) if items else NonTensorData([], batch_size=[0])
+        nested.setdefault(outer, {})[inner] = TextStack(texts=items) if size else NonTensorData([], batch_size=[0])
     return StepTensorDict(
         {outer: TensorDict(inner, batch_size=[size]) for outer, inner in nested.items()}, batch_size=[size]
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from tensordict.utils import LinkedList
@@ -19,6 +20,10 @@ _PADDED: dict[tuple[str, str], int | float | bool] = {
     ("masks", "all_attention_mask"): False,
     ("masks", "all_assistant_mask"): False,
 }
+
+
+# A stack cannot be made without an item.
+_ANY_ITEM = NonTensorData("")
 
 
 class StepTensorDict(TensorDict):
@@ -49,33 +54,40 @@ class TextStack(NonTensorStack):
     stack finds the items in their place.
 
     Args:
-        texts: One a row; at least one.
+        texts: One a row, at least one: an Arrow column, of which strings are made when they are read, or a list.
     """
 
-    def __init__(self, *items: Any, texts: Sequence[str | None] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *items: Any, texts: pa.ChunkedArray | list[str | None] | None = None, **kwargs: Any) -> None:
         if texts is None:
             super().__init__(*items, **kwargs)
             return
-        super().__init__(texts[0])
+        super().__init__(_ANY_ITEM)
         self._batch_size = torch.Size([len(texts)])
         self._items: list[Any] | None = None
-        self._texts: list[str | None] | None = list(texts)
+        self._column: pa.ChunkedArray | list[str | None] | None = texts
+
+    @property
+    def _texts(self) -> list[str | None] | None:
+        """The texts; None once they have been made items."""
+        if self._column is not None and not isinstance(self._column, list):
+            self._column = self._column.to_pylist()
+        return self._column
 
     @property
     def tensordicts(self) -> list[Any]:
         """The items, made on first use."""
         if self._items is None:
             self._items = [NonTensorData(text) for text in self._texts or ()]
-            self._texts = None  # the items may be written to
+            self._column = None  # the items may be written to
         return self._items
 
     @tensordicts.setter
     def tensordicts(self, items: list[Any]) -> None:
-        self._items, self._texts = items, None
+        self._items, self._column = items, None
 
     def _has_names(self) -> bool:
         # Asked whenever the stack is put into a TensorDict; texts that have not been made have no names.
-        return self._texts is None and super()._has_names()
+        return self._column is None and super()._has_names()
 
     def tolist(self, *, as_linked_list: bool = False, **options: Any) -> list[Any]:
         if self._texts is None:
