@@ -161,7 +161,7 @@ class Run:
         columns: Sequence[str] | None = None,
         **filters: Unpack[Filters],
     ) -> "StepDataset":
-        """An IterableDataset of StepTensorDicts for `DataLoader(dataset, batch_size=None, num_workers=...)`.
+        """An IterableDataset of StepTensorDicts: `run.torch_dataset(256, shuffle=True).loader(num_workers=2)`.
 
         The commits that are stored by now are dealt to ranks and to the loader's workers: each row comes once an
         epoch, whatever their numbers; how many rows a rank gets differs by a few commits.

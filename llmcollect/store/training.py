@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from llmcollect.batch import StepBatch
 from llmcollect.store.reader import Run, open_run
@@ -51,6 +51,18 @@ class StepDataset(IterableDataset[StepTensorDict]):
         """Another number gives another order, with `shuffle`; the same on every rank."""
         self._epoch = epoch
 
+    def loader(self, num_workers: int = 0, **options: Any) -> "DataLoader[StepTensorDict]":
+        """A DataLoader of these batches as they are.
+
+        Made by hand it needs `batch_size=None` and `collate_fn=same`: torch's own conversion takes a TensorDict for a
+        dict, and fails.
+
+        Args:
+            num_workers: Processes that read.
+            **options: Further arguments of `torch.utils.data.DataLoader`.
+        """
+        return DataLoader(self, batch_size=None, collate_fn=same, num_workers=num_workers, **options)
+
     def __iter__(self) -> Iterator[StepTensorDict]:
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
@@ -87,6 +99,11 @@ class StepDataset(IterableDataset[StepTensorDict]):
         if held:
             whole = StepBatch.concat(held)
             yield whole[random.permutation(len(whole))]
+
+
+def same(batch: StepTensorDict) -> StepTensorDict:
+    """The batch: a `collate_fn` for batches that are whole already."""
+    return batch
 
 
 def fill(
