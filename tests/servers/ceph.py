@@ -18,6 +18,8 @@ from pathlib import Path
 
 ACCESS_KEY = "testkey"
 SECRET_KEY = "testsecret-never-to-be-seen"
+STRANGER = {"AWS_ACCESS_KEY_ID": "strangerkey", "AWS_SECRET_ACCESS_KEY": "strangersecret"}
+"""Another user of the server."""
 
 _CONF = """
 [global]
@@ -105,9 +107,9 @@ def running(folder: Path) -> Iterator[str]:
         serve("rgw", "radosgw", "-c", f"{conf}", "-n", "client.rgw", "-f")
         url = f"http://127.0.0.1:{port}"
         _wait_for(url, servers, folder)
-        keys = ("--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY)
-        admin = ("radosgw-admin", "-c", f"{conf}", "-n", "client.rgw")
-        call(*admin, "user", "create", "--uid=test", "--display-name=test", *keys)
+        for name, key, secret in (("test", ACCESS_KEY, SECRET_KEY), ("stranger", *STRANGER.values())):
+            admin = ("radosgw-admin", "-c", f"{conf}", "-n", "client.rgw", "user", "create")
+            call(*admin, f"--uid={name}", f"--display-name={name}", "--access-key", key, "--secret-key", secret)
         yield url
     finally:
         for server in reversed(servers):

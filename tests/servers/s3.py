@@ -11,13 +11,14 @@ from pathlib import Path
 
 from tests.servers import ceph
 
-NAME = "Ceph radosgw" if ceph.is_installed() else "moto (Ceph is not installed: `make ceph`)"
+IS_CEPH = ceph.is_installed() and os.environ.get("TESTS_S3") != "moto"
+NAME = "Ceph radosgw" if IS_CEPH else "moto (TESTS_S3 asks for it, or Ceph is not installed: `make ceph`)"
 
 
 @contextmanager
 def running(folder: Path) -> Iterator[dict[str, str]]:
     """The environment variables for a server that runs within the block."""
-    if ceph.is_installed():
+    if IS_CEPH:
         with ceph.running(folder) as url:
             yield ceph.environment(url)
     else:
@@ -29,7 +30,7 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
 def _moto() -> Iterator[str]:
     port = ceph.free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ})
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
