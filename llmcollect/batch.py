@@ -180,7 +180,7 @@ class StepBatch:
     def __init__(self, table: pa.Table, rows: _Ints | None = None) -> None:
         self._table = table
         self._rows: _Ints = np.arange(table.num_rows) if rows is None else rows
-        self._arrays = Arrays(table)
+        self._shared: Arrays | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -216,9 +216,10 @@ class StepBatch:
 
     def split(self, size: int) -> Iterator["StepBatch"]:
         """Batches of `size` rows; the last may be shorter."""
+        shared = self._shared or Arrays(self._table)  # what is made of the table's columns is made once
         for start in range(0, len(self), size):
             part = StepBatch(self._table, self._rows[start : start + size])
-            part._arrays = self._arrays  # what is made of the table's columns is made once
+            part._shared = shared
             yield part
 
     @staticmethod
@@ -254,10 +255,11 @@ class StepBatch:
             - `("text", ...)`: texts and JSON; `("collector", ...)`: where the row comes from, int64 or text [B],
               with times in UTC microseconds, and the reward as float64
         """
-        have, rows, arrays = set(self._table.column_names), self._rows, self._arrays
+        have, rows = set(self._table.column_names), self._rows
+        arrays = self._shared or Arrays(self._table)
         values: dict[tuple[str, ...], Any] = {}
         if {"prompt_ids", "response_ids"} <= have:
-            values |= self._conversations(context)
+            values |= self._conversations(arrays, context)
         if "reward" in have:
             with np.errstate(over="ignore"):  # beyond float32 it is infinite there
                 values["next", "reward"] = arrays.column("reward")[rows].astype(np.float32)[:, None]
@@ -276,10 +278,9 @@ class StepBatch:
         texts: dict[tuple[str, ...], Any] = {key: own[name] for name, key in _TEXTS.items() if name in have}
         return _tensordict(values, texts, len(self))
 
-    def _conversations(self, context: Literal["full", "delta"]) -> dict[tuple[str, ...], Any]:
+    def _conversations(self, arrays: Arrays, context: Literal["full", "delta"]) -> dict[tuple[str, ...], Any]:
         """What is made of ids, log-probs and versions."""
-        rows, arrays = self._rows, self._arrays
-        flow = arrays.flow
+        rows, flow = self._rows, arrays.flow
         new, sampled = flow.prompt_lengths[rows], flow.response_lengths[rows]
         first = arrays.context_starts[rows] if context == "full" else rows
         prompt_start, prompt_end = flow.base[first], flow.base[rows] + new
@@ -314,12 +315,11 @@ class StepBatch:
                 values["log_probs", name] = own
             values["log_probs", "given"] = arrays.valid("response_logprobs")[rows]
         if "policy_versions" in self._table.column_names:
-            values["tokens", "policy_version"] = self._token_versions(in_response)
+            values["tokens", "policy_version"] = self._token_versions(arrays.spans, in_response)
         return values
 
-    def _token_versions(self, in_response: npt.NDArray[np.bool_]) -> _Ints:
+    def _token_versions(self, spans: "Spans", in_response: npt.NDArray[np.bool_]) -> _Ints:
         """Run-lengths spelled out, one version a token; -1 elsewhere."""
-        spans = self._arrays.spans
         first, count = spans.first[self._rows], spans.count[self._rows]
         if (count == 1).all():
             return np.where(in_response, spans.version[first][:, None], -1)
@@ -384,7 +384,7 @@ class StepBatch:
 
     def compact(self) -> "StepBatch":
         """A copy that holds no rows but its own and those of their contexts: to keep a few of many."""
-        starts = self._arrays.context_starts[self._rows]
+        starts = Arrays(self._table).context_starts[self._rows]
         edges = np.zeros(self._table.num_rows + 1, np.int64)
         np.add.at(edges, starts, 1)
         np.add.at(edges, self._rows + 1, -1)
@@ -395,7 +395,8 @@ class StepBatch:
         """Without the rows before the first context and after the last row: a slice holds no more than it needs."""
         if not len(self._rows):
             return StepBatch(self._table.slice(0, 0))
-        start, end = int(self._arrays.context_starts[self._rows].min()), int(self._rows.max()) + 1
+        starts = Arrays(self._table).context_starts[self._rows]
+        start, end = int(starts.min()), int(self._rows.max()) + 1
         return StepBatch(self._table.slice(start, end - start), self._rows - start)
 
 

@@ -179,7 +179,7 @@ def test_bad_input_is_one_line_and_an_exit_code(
         (["collect", "--rot", "x"], 2, "--rot"),
         (["collect", "--run", "{tmp}/none.json"], 2, "cannot read"),
         (["collect", "--run", "{tmp}/text"], 2, "not JSON"),
-        (["collect", "--root", "{tmp}/text/run"], 1, "cannot write"),
+        (["collect", "--root", "{tmp}/text/run"], 1, "cannot read"),
         (["collect", "--num-groups", "0"], 2, "num_groups"),
         (["show", "{tmp}"], 1, "holds no run"),
         (["gather"], 2, "gather"),

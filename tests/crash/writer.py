@@ -4,6 +4,7 @@ The run is the same each time: its policy and its envs are deterministic.
 """
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -77,9 +78,10 @@ class Writer:
             raise AssertionError(Path(self._output).read_text()) from None
 
     def send(self, number: signal.Signals) -> None:
-        """A signal."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        """A signal, unless it has finished."""
+        if self.process.is_alive() and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # forked by the server, so not held as a zombie for us
+                os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """End it at once."""
