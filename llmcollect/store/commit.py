@@ -1,5 +1,6 @@
 """The commit: one Parquet file of whole trajectories, with its CommitRecord in the footer."""
 
+import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -155,7 +156,8 @@ def _in_one_piece(table: pa.Table) -> pa.Table:
     size = pa.MockOutputStream()
     with pa.ipc.new_stream(size, table.schema) as stream:
         stream.write_table(table)
-    block = pa.allocate_buffer(size.size())
+    # Of its own, not out of a pool: between blocks that are held, a pool keeps what decoding left.
+    block = pa.py_buffer(mmap.mmap(-1, size.size()))
     with pa.ipc.new_stream(pa.FixedSizeBufferWriter(block), table.schema) as stream:
         stream.write_table(table)
     return pa.ipc.open_stream(block).read_all()
