@@ -141,26 +141,19 @@ class Flow:
         responses, response_lengths = _flat(table["response_ids"])
         ends = np.cumsum(prompt_lengths + response_lengths)
         base = ends - prompt_lengths - response_lengths
-        total = int(ends[-1]) if len(ends) else 0
         longest = int((ends - base[context_starts]).max(initial=0))
-        sampled = np.zeros(total + longest, np.bool_)
-        turns = np.stack([prompt_lengths, response_lengths], 1).reshape(-1)
-        sampled[:total] = np.repeat(np.tile([False, True], len(prompt_lengths)), turns)
-
-        tokens = np.zeros(total + longest, np.int64)
-        tokens[sampled] = responses
-        tokens[:total][~sampled[:total]] = prompts
+        tokens = _interleaved((prompts, prompt_lengths), (responses, response_lengths), np.dtype(np.int64), longest)
         logprobs, finite = None, False
         if "response_logprobs" in table.column_names:
             given, lengths = _flat(table["response_logprobs"])
-            logprobs = np.zeros(total + longest, np.float32)
-            if len(given) == len(responses):
-                logprobs[sampled] = given
-                finite = bool(np.isfinite(given).all())
-            else:
-                logprobs[sampled] = np.nan
-                of_given = np.repeat(lengths == response_lengths, response_lengths)
-                logprobs[np.flatnonzero(sampled)[of_given]] = given
+            if len(given) != len(responses):
+                some = np.full(len(responses), np.nan, np.float32)
+                some[np.repeat(lengths == response_lengths, response_lengths)] = given
+                given = some
+            finite = bool(np.isfinite(given).all())
+            zeros = np.zeros(len(prompts), np.float32)
+            pairs = (zeros, prompt_lengths), (given, response_lengths)
+            logprobs = _interleaved(*pairs, np.dtype(np.float32), longest)
         return cls(tokens, logprobs, finite, base, prompt_lengths, response_lengths)
 
 
@@ -466,6 +459,25 @@ def _flat(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], _Ints]:
     return values.to_numpy(zero_copy_only=False), lengths
 
 
+def _interleaved(
+    first: tuple[npt.NDArray[Any], _Ints], second: tuple[npt.NDArray[Any], _Ints], kind: np.dtype[Any], zeros: int
+) -> npt.NDArray[Any]:
+    """Two columns of lists, each as values end to end and lengths, row by row in turn; then so many zeros.
+
+    Values of 4 bytes. Arrow joins them as strings of bytes: a block a list, where numpy would place value by value.
+    """
+    texts = []
+    for values, lengths in (first, second):
+        offsets = np.concatenate([[0], np.cumsum(lengths * values.itemsize)])
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(values))]
+        texts.append(pa.Array.from_buffers(pa.large_binary(), len(lengths), buffers))
+    joined = pc.binary_join_element_wise(*texts, pa.scalar(b"", pa.large_binary()))
+    total = len(first[0]) + len(second[0])
+    out = np.zeros(total + zeros, kind)
+    out[:total] = np.frombuffer(joined.buffers()[2], first[0].dtype, total) if total else 0
+    return out
+
+
 def _mask(lengths: _Ints, width: int | None = None) -> npt.NDArray[np.bool_]:
     """[B, width] with True where the place is below the row's length."""
     if width is None:
@@ -507,15 +519,13 @@ def _tensordict(
     values: Mapping[tuple[str, ...], npt.NDArray[Any]], texts: Mapping[tuple[str, ...], pa.ChunkedArray], size: int
 ) -> "StepTensorDict":
     import torch
-    from tensordict import NonTensorData, TensorDict
+    from tensordict import NonTensorData
 
     from llmcollect.tensors import StepTensorDict, TextStack
 
-    nested: dict[str, dict[str, Any]] = {}
-    for (outer, inner), array in values.items():
-        nested.setdefault(outer, {})[inner] = torch.from_numpy(array)
-    for (outer, inner), items in texts.items():
-        nested.setdefault(outer, {})[inner] = TextStack(texts=items) if size else NonTensorData([], batch_size=[0])
-    return StepTensorDict(
-        {outer: TensorDict(inner, batch_size=[size]) for outer, inner in nested.items()}, batch_size=[size]
-    )
+    columns: dict[str, dict[str, Any]] = {}
+    for (group, name), array in values.items():
+        columns.setdefault(group, {})[name] = torch.from_numpy(array)
+    for (group, name), items in texts.items():
+        columns.setdefault(group, {})[name] = TextStack.of(items) if size else NonTensorData([], batch_size=[0])
+    return StepTensorDict.of_columns(columns, size)

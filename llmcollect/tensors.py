@@ -1,7 +1,8 @@
 """StepTensorDict: the TensorDict that a training loop gets, and TextStack: its texts."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +23,24 @@ _PADDED: dict[tuple[str, str], int | float | bool] = {
 }
 
 
-# A stack cannot be made without an item.
-_ANY_ITEM = NonTensorData("")
-
-
 class StepTensorDict(TensorDict):
     """A TensorDict whose padded keys may differ in width: `torch.cat` and `torch.stack` widen them first.
 
     Two batches of one collector are padded to the longest row of each, so their widths differ. Indexing, slicing,
     splitting, unbinding and moving give this class again. Everything else is a plain TensorDict's.
     """
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Mapping[str, Any]], size: int) -> Self:
+        """Of tensors and texts with `size` rows, one TensorDict a group of columns; none of them is checked.
+
+        The checks of a TensorDict take longer than all the copying for a batch of a few hundred rows. This way around
+        them is the one that tensordict's own operations take.
+        """
+        batch_size = torch.Size([size])
+        groups = {name: TensorDict._new_unsafe(dict(group), batch_size) for name, group in columns.items()}
+        made: Self = cls._new_unsafe(groups, batch_size)
+        return made
 
     @classmethod
     def __torch_function__(
@@ -53,18 +62,18 @@ class TextStack(NonTensorStack):
     a step. Reading the texts, and taking rows by integers, slices or masks, makes none. Whatever else is done to the
     stack finds the items in their place.
 
-    Args:
-        texts: One a row, at least one: an Arrow column, of which strings are made when they are read, or a list.
+    `TextStack.of(texts)` makes one.
     """
 
-    def __init__(self, *items: Any, texts: pa.ChunkedArray | list[str | None] | None = None, **kwargs: Any) -> None:
-        if texts is None:
-            super().__init__(*items, **kwargs)
-            return
-        super().__init__(_ANY_ITEM)
-        self._batch_size = torch.Size([len(texts)])
-        self._items: list[Any] | None = None
-        self._column: pa.ChunkedArray | list[str | None] | None = texts
+    _items: list[Any] | None
+    _column: pa.ChunkedArray | list[str | None] | None
+
+    @classmethod
+    def of(cls, texts: pa.ChunkedArray | list[str | None]) -> Self:
+        """Of one text a row, at least one: an Arrow column, of which strings are made when they are read, or a list."""
+        stack = cls.__new__(cls)
+        stack.__dict__.update(_state_of_a_stack(), _batch_size=torch.Size([len(texts)]), _items=None, _column=texts)
+        return stack
 
     @property
     def _texts(self) -> list[str | None] | None:
@@ -109,8 +118,14 @@ class TextStack(NonTensorStack):
         if isinstance(index, slice | range | list | np.ndarray):
             rows = np.arange(len(self._texts))[index]
             if rows.ndim == 1 and len(rows):
-                return TextStack(texts=[self._texts[row] for row in rows])
+                return TextStack.of([self._texts[row] for row in rows])
         return super().__getitem__(index)
+
+
+@functools.cache
+def _state_of_a_stack() -> dict[str, Any]:
+    """What every stack holds besides its items; a stack cannot be made without one, and making one takes long."""
+    return dict(TextStack(NonTensorData("")).__dict__)
 
 
 def _widened(batches: Sequence[TensorDict]) -> list[TensorDict]:

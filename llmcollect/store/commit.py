@@ -1,6 +1,5 @@
 """The commit: one Parquet file of whole trajectories, with its CommitRecord in the footer."""
 
-import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -135,7 +134,8 @@ def _selected(file: pq.ParquetFile, record: CommitRecord, selection: Selection |
     if file.metadata.num_rows != record.rows:
         raise ValueError(f"it has {file.metadata.num_rows} rows, and its record says {record.rows}")
     if selection is None or not selection.drops_some(record):
-        table = file.read(None if selection is None else selection.stored_columns)
+        # Readers read several commits at once; threads of Arrow's beside theirs would take the consumer's core.
+        table = file.read(None if selection is None else selection.stored_columns, use_threads=False)
         if pc.count_distinct(table["trajectory"]).as_py() != len(record.trajectories):
             raise ValueError("its rows are not those of the trajectories in its record")
     else:
@@ -152,12 +152,12 @@ def _is_in(table: pa.Table, trajectories: pa.Array) -> pa.ChunkedArray:
 
 
 def _in_one_piece(table: pa.Table) -> pa.Table:
-    """The same rows in one block of memory: a hundred small ones per commit leave a third more taken than is used."""
+    """The same rows in one block of memory: a hundred blocks of a small commit leave a third more taken than used."""
     size = pa.MockOutputStream()
     with pa.ipc.new_stream(size, table.schema) as stream:
         stream.write_table(table)
     # Of its own, not out of a pool: between blocks that are held, a pool keeps what decoding left.
-    block = pa.py_buffer(mmap.mmap(-1, size.size()))
+    block = pa.allocate_buffer(size.size(), memory_pool=pa.system_memory_pool())
     with pa.ipc.new_stream(pa.FixedSizeBufferWriter(block), table.schema) as stream:
         stream.write_table(table)
     return pa.ipc.open_stream(block).read_all()

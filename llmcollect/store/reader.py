@@ -28,7 +28,8 @@ from llmcollect.types import GroupRecord
 if TYPE_CHECKING:  # torch takes seconds to import, and reading a run does not need it
     from llmcollect.store.training import StepDataset
 
-_AHEAD = 2
+# One core is for whoever takes the rows: making tensors of them takes as long as decoding them.
+_AHEAD = max(1, min(4, (os.cpu_count() or 1) - 1))
 
 
 class Run:
