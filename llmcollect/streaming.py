@@ -68,7 +68,7 @@ class Stream:
         self._deliver: Callable[[Any], Any] = self._put if replay_buffer is None else replay_buffer.extend
         self._queue = queue
         self._stopped = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="llmcollect stream", daemon=True)
         self._thread.start()
 
@@ -86,8 +86,8 @@ class Stream:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the collection still runs after {timeout:g} s")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def stop(self) -> None:
         """Deliver no further batch. Does not wait."""
@@ -100,10 +100,10 @@ class Stream:
                     break
                 self._deliver(batch)
         except BaseException as error:  # noqa: BLE001 - raised by join()
-            self._error = error
+            self.error = error
             self._on_error()
         if self._queue is not None:
-            self._put(EndOfRun(self._error))
+            self._put(EndOfRun(self.error))
 
     def _put(self, item: Any) -> None:
         """Wait for room; once stopped, only the end marker still has to get in, if need be in the place of a batch."""

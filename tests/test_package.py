@@ -72,7 +72,9 @@ def test_imports_run_one_way() -> None:
             if imported in order:
                 assert order.index(imported) >= order.index(room), f"{file} imports {imported}"
         if room not in ("flows", "tasks"):
-            assert not re.search(r"^ *(import|from) prefect", file.read_text(), re.MULTILINE), file
+            # The backend reaches a Prefect server, so it may import it, once it is used.
+            indent = "" if file.match("backends/prefect.py") else " *"
+            assert not re.search(rf"^{indent}(import|from) prefect\b(?!_)", file.read_text(), re.MULTILINE), file
 
 
 @pytest.mark.slow
@@ -119,5 +121,5 @@ def test_set_up_takes_the_engine_of_the_machine(gpu: str, extra: str) -> None:
         text=True,
         check=True,
     ).stdout
-    assert f"-e '.[{extra},envs,s3,smollm2,dev]'" in commands
+    assert f"-e '.[{extra},envs,ray,s3,smollm2,torchrl,dev]'" in commands
     assert ("overrides-cpu.txt" in commands) == (extra == "cpu")

@@ -84,7 +84,7 @@ def test_stop_ends_a_stream_that_waits_for_room() -> None:
     collecting.start(queue=sink)
     while not sink.full():
         time.sleep(0.01)
-    collecting.stop()
+    collecting.stop(now=True)
     collecting.join(10)
     assert BytePolicy.closed == closed + 1
     assert isinstance(sink.get(timeout=5), EndOfRun), "nobody waits for ever"
@@ -103,7 +103,7 @@ def test_a_stream_has_one_reader_and_one_sink() -> None:
         next(collecting)
     with pytest.raises(TimeoutError):
         collecting.join(0.1)
-    collecting.stop()
+    collecting.stop(now=True)
 
 
 class _List:

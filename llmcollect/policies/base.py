@@ -11,6 +11,11 @@ class Policy(Protocol):
     """An LLM that samples. Its constructor is cheap; `start` loads what is heavy.
 
     An instance belongs to one event loop and serves any number of concurrent calls of `generate`.
+
+    A policy whose weights can change has a method more, `async def update_weights(folder: Path, version: int)`: after
+    it, tokens are those of the weights in the folder, and `policy_versions` says so. It may be called while requests
+    are in flight; they go on. It raises PolicyError where nothing has changed, and EngineDeadError where the policy
+    serves no more.
     """
 
     def fingerprint(self) -> str:

@@ -17,11 +17,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from llmcollect.components import ComponentSpec
-from llmcollect.errors import LLMCollectError, PolicyError
+from llmcollect.errors import EngineDeadError, LLMCollectError, PolicyError, SpecError
 from llmcollect.policies.base import Policy
+from llmcollect.run import Limits
 
 T = TypeVar("T")
 _RESTART_WINDOW_S = 3600.0
@@ -40,6 +42,8 @@ class Engine:
     def __init__(self, spec: ComponentSpec, concurrency: int) -> None:
         self.slots = asyncio.Semaphore(concurrency)
         self.users = 0
+        self._weights: tuple[Path, int] | None = None
+        self._updating = asyncio.Lock()
         self._restarts: deque[float] = deque()
         self._spec = spec
         self._begin()
@@ -71,6 +75,38 @@ class Engine:
             self._begin(dead)
         await self.ready()
 
+    async def update_weights(self, folder: Path, version: int | None, max_restarts: int) -> int:
+        """Give the policy other weights while it serves; an engine that replaces a dead one gets them too.
+
+        Args:
+            folder: Where they are.
+            version: Their number, greater than that of the last ones; None: the next one.
+            max_restarts: As for `replace`, should the engine not survive it.
+
+        Returns:
+            The version.
+
+        Raises:
+            SpecError: The policy has no `update_weights`, or the version is none that may follow.
+            PolicyError: They cannot be loaded; the old ones serve on.
+        """
+        async with self._updating:
+            await self.ready()
+            policy, last = self.policy, self._weights[1] if self._weights else 0
+            update = getattr(policy, "update_weights", None)
+            if update is None:
+                raise SpecError(f"policy {self._spec.label} cannot take other weights: it has no update_weights()")
+            number = last + 1 if version is None else version
+            if number <= last:
+                raise SpecError(f"version must be greater than {last}, that of the weights before; got {number}")
+            try:
+                await update(folder, number)
+            except EngineDeadError as error:
+                await self.replace(policy, max_restarts)
+                raise PolicyError(f"{error}; the engine was started again with the weights before") from error
+            self._weights = folder, number
+            return number
+
     async def close(self) -> None:
         """Free it, also when whoever waited was cancelled while it came up."""
         with contextlib.suppress(Exception):
@@ -94,6 +130,8 @@ class Engine:
                 await dead.close()
         try:
             await policy.start()
+            if self._weights is not None:
+                await policy.update_weights(*self._weights)  # type: ignore[attr-defined]
             _spare_the_collector()
         except LLMCollectError:
             raise
@@ -192,6 +230,11 @@ class EngineThread:
                 if self._engines.get(key) is engine:
                     del self._engines[key]
                 await engine.close()
+
+    async def update_weights(self, spec: ComponentSpec, limits: Limits, folder: Path, version: int | None) -> int:
+        """`Engine.update_weights` of a policy's engine. Only on the loop."""
+        async with self.lease(spec, limits.concurrency) as engine:
+            return await engine.update_weights(folder, version, limits.max_engine_restarts)
 
     def _close_all(self) -> None:
         """At exit: end what runs, so that what has finished is committed and no engine process is left behind."""

@@ -132,7 +132,7 @@ class VLLMPolicy:
         except EngineDead as error:
             raise EngineDeadError(f"vLLM's engine died: {_one_line(error)}") from error
         except VLLMError as error:
-            if self._engine.errored:
+            if self._engine is None or self._engine.errored:
                 raise EngineDeadError(f"vLLM's engine died: {_one_line(error)}") from error
             raise PolicyError(f"vLLM: {type(error).__name__}: {_one_line(error)}") from error
         if not outputs or outputs[-1].outputs[0].finish_reason == "abort":
@@ -146,6 +146,36 @@ class VLLMPolicy:
             finish_reason=sampled.finish_reason,
             stop_reason=None if sampled.stop_reason is None else str(sampled.stop_reason),
         )
+
+    async def update_weights(self, folder: Path, version: int) -> None:
+        """Load the weights of a Hugging Face checkpoint of the same model; requests in flight go on with them.
+
+        What the old weights have left in the prefix cache is dropped, and computed again where it is needed.
+
+        Raises:
+            PolicyError: There is no such checkpoint; nothing has changed.
+            EngineDeadError: The engine could not load it, and was closed: half of the weights may be others.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError as EngineDead
+
+        if not _has_weights(folder):
+            raise PolicyError(f"{folder} is no folder with *.safetensors files")
+        if self._engine is None:
+            raise EngineDeadError("the engine was closed")
+        try:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            await self._engine.update_weight_version(str(version))
+            await self._engine.reset_prefix_cache(reset_running_requests=True)
+            await self._engine.resume_generation()
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                # Whoever waits for a response would wait on: an engine that is closed says nothing.
+                self._engine.output_processor.propagate_error(EngineDead())
+                await self.close()
+            if not isinstance(error, Exception):
+                raise
+            raise EngineDeadError(f"vLLM could not load the weights in {folder}: {_one_line(error)}") from error
 
     async def close(self) -> None:
         """End the engine's processes."""
@@ -239,6 +269,10 @@ def _check_names(arguments: dict[str, Any], known: type) -> None:
 
 def _is_folder(model: str) -> bool:
     return Path(model).expanduser().is_dir()
+
+
+def _has_weights(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("*.safetensors"))
 
 
 def _folder_hash(folder: Path) -> str:

@@ -112,7 +112,7 @@ class Run:
         """
         selection = Selection(filters)
         pauses = poll_seconds, max_poll_seconds
-        for table in tail_run(self.files, self.record.run, self.spec.num_shards, *pauses, self._skip):
+        for _, table in tail_run(self.files, self.record.run, self.spec.num_shards, *pauses, self._skip):
             if len(kept := selection.of(table)):
                 yield StepBatch(kept)
 
@@ -259,11 +259,9 @@ def open_run(root: str | os.PathLike[str], *, on_corrupt: Literal["raise", "skip
     return Run(open_files(root), on_corrupt)
 
 
-def stored_members_of_open_groups(files: Files) -> Iterator[pa.Table]:
-    """The rows of groups of which some members are in the store and some are not, commit by commit."""
-    run = Run(files)
+def stored_members_of_open_groups(run: Run, commits: Sequence[CommitRecord]) -> Iterator[pa.Table]:
+    """The rows of groups of which some members are in these commits and some are not, commit by commit."""
     size = run.spec.group_size
-    commits = list(run.commits())
     counts = _GroupCounts(size)
     for commit in commits:
         for group in counts.add(commit):
