@@ -270,7 +270,9 @@ class LLMCollector:
                     self._backend.release(len(arrived[1]))
         self._ended = True
 
-    def start(self, *, replay_buffer: ReplayBuffer | None = None, queue: Queue | None = None) -> None:
+    def start(
+        self, *, replay_buffer: ReplayBuffer | None = None, queue: "Queue | asyncio.Queue[Any] | None" = None
+    ) -> None:
         """Stream batches in the background, and return at once.
 
         A full queue blocks the collection and nothing is dropped; the last item on a queue is an `EndOfRun`, with the

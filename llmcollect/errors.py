@@ -16,6 +16,7 @@ Messages are one line: what is wrong, where, what to do.
 """
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 
 
@@ -73,3 +74,11 @@ def single_error() -> Iterator[None]:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from error.__cause__
+
+
+def portable(error: BaseException, otherwise: type[LLMCollectError]) -> BaseException:
+    """The error, or, if it does not survive being pickled, one of another class that says the same."""
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:  # noqa: BLE001 - objects may refuse in any way
+        return otherwise(f"{type(error).__name__}: {error}")

@@ -6,14 +6,18 @@ The thread waits for batches and for room in the sink; `stop` unblocks both. Wha
 `join`, and travels on the end marker, so that no consumer waits for a producer that is dead.
 """
 
+import asyncio
+import concurrent.futures
 import contextlib
+import multiprocessing.queues
+import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llmcollect.errors import SpecError
+from llmcollect.errors import RunFailedError, SpecError, portable
 
 _PATIENCE_S = 0.5  # how soon a stop is seen by who waits for a full queue
 
@@ -23,10 +27,14 @@ class EndOfRun:
     """The last item on a queue: nothing follows.
 
     Attributes:
-        error: What ended the collection; None if the run is complete or was stopped.
+        error: What ended the collection; None if the run is complete or was stopped. On its way to another process an
+            error that cannot be pickled becomes a RunFailedError that says the same.
     """
 
     error: BaseException | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EndOfRun, (None if self.error is None else portable(self.error, RunFailedError),)
 
 
 class ReplayBuffer(Protocol):
@@ -38,9 +46,9 @@ class ReplayBuffer(Protocol):
 
 
 class Queue(Protocol):
-    """`queue.Queue`, `multiprocessing.Queue` and what behaves like them."""
+    """`queue.Queue`, `multiprocessing.Queue`, `ray.util.queue.Queue` and what behaves like them."""
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> Any:
         """Add an item; `queue.Full` if there was no room within the time."""
         ...
 
@@ -56,7 +64,7 @@ class Stream:
         self,
         batches: Iterator[Any],
         replay_buffer: ReplayBuffer | None,
-        queue: Queue | None,
+        queue: "Queue | asyncio.Queue[Any] | None",
         on_error: Callable[[], None],
     ) -> None:
         if (replay_buffer is None) == (queue is None):
@@ -66,7 +74,7 @@ class Stream:
                 raise SpecError(f"start() needs an object with {method}(); got {type(sink).__name__}")
         self._batches, self._on_error = batches, on_error
         self._deliver: Callable[[Any], Any] = self._put if replay_buffer is None else replay_buffer.extend
-        self._queue = queue
+        self._queue = _as_queue(queue)
         self._stopped = threading.Event()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="llmcollect stream", daemon=True)
@@ -103,7 +111,10 @@ class Stream:
             self.error = error
             self._on_error()
         if self._queue is not None:
-            self._put(EndOfRun(self.error))
+            try:
+                self._put(EndOfRun(self.error))
+            except Exception as error:  # noqa: BLE001 - the queue is gone, and so is who would read it
+                self.error = self.error or error
 
     def _put(self, item: Any) -> None:
         """Wait for room; once stopped, only the end marker still has to get in, if need be in the place of a batch."""
@@ -119,3 +130,85 @@ class Stream:
                     return
                 with contextlib.suppress(queue.Empty):
                     self._queue.get(block=False)
+
+
+def _as_queue(queue: Any) -> Queue | None:
+    """The queue, as one that blocks a thread and either takes an item or raises."""
+    if isinstance(queue, asyncio.Queue):
+        return _LoopQueue(queue)
+    if isinstance(queue, multiprocessing.queues.Queue):
+        return _ProcessQueue(queue)
+    return queue  # type: ignore[no-any-return]
+
+
+class _LoopQueue:
+    """An asyncio.Queue, which belongs to the loop that runs in this thread now."""
+
+    def __init__(self, queue: "asyncio.Queue[Any]") -> None:
+        self._queue = queue
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise SpecError(
+                "start(queue=asyncio.Queue()) must be called from a coroutine of the queue's loop"
+            ) from None
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        async def offer() -> None:
+            async with asyncio.timeout(timeout):  # a put that is cancelled has put nothing
+                await self._queue.put(item)
+
+        try:
+            self._on_loop(offer)
+        except TimeoutError:
+            raise queue.Full from None
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        async def take() -> Any:
+            return self._queue.get_nowait()
+
+        try:
+            return self._on_loop(take)
+        except asyncio.QueueEmpty:
+            raise queue.Empty from None
+
+    def _on_loop(self, make: Callable[[], Any]) -> Any:
+        while not self._loop.is_closed():
+            coroutine = make()
+            try:
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            except RuntimeError:  # closed in this moment
+                coroutine.close()
+                break
+            while not self._loop.is_closed():
+                done, _ = concurrent.futures.wait([future], _PATIENCE_S)
+                if done:
+                    return future.result()
+        raise RunFailedError("the event loop of the asyncio.Queue has ended, and nobody can read from it")
+
+
+class _ProcessQueue:
+    """A multiprocessing.Queue, which pickles in a thread of its own, where an error would lose the item."""
+
+    def __init__(self, queue: "multiprocessing.queues.Queue[Any]") -> None:
+        self._queue = queue
+        self._last: tuple[Any, _Pickled] | None = None
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if self._last is None or self._last[0] is not item:  # a full queue is asked many times
+            self._last = item, _Pickled(pickle.dumps(item))
+        self._queue.put(self._last[1], block, timeout)
+        self._last = None
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        return self._queue.get(block, timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pickled:
+    """Comes out of a pickle as what it is the pickle of: with tensors as bytes, which outlive this process."""
+
+    data: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self.data,)

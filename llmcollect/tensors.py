@@ -94,6 +94,12 @@ class TextStack(NonTensorStack):
     def tensordicts(self, items: list[Any]) -> None:
         self._items, self._column = items, None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A slice of an Arrow column would take the whole column with it.
+        texts = self._texts
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_column": texts}
+
     def _has_names(self) -> bool:
         # Asked whenever the stack is put into a TensorDict; texts that have not been made have no names.
         return self._column is None and super()._has_names()

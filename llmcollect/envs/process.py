@@ -20,7 +20,7 @@ from typing import Any
 
 from llmcollect import canonical_json
 from llmcollect.envs.base import require_methods
-from llmcollect.errors import EnvError
+from llmcollect.errors import EnvError, portable
 from llmcollect.types import Completion, Observation, Task, Transition
 
 _CLOSE_S = 5.0
@@ -118,7 +118,7 @@ def _serve(pipe: Connection, constructor: Callable[..., Any], kwargs: dict[str, 
                         result = _settled(getattr(env, method)(argument), runner)
             except Exception as raised:  # noqa: BLE001 - goes to whoever called
                 error, trace = raised, traceback.format_exc()
-            pipe.send((_portable(result), None if error is None else _portable_error(error), trace))
+            pipe.send((_portable(result), None if error is None else portable(error, EnvError), trace))
 
 
 def _settled(value: Any, runner: asyncio.Runner) -> Any:
@@ -141,13 +141,6 @@ def _portable(result: Any) -> Any:
             return replace(result, info=_as_stored(result.info))
         return f"<{type(result).__name__} that cannot be sent>"
     return result
-
-
-def _portable_error(error: BaseException) -> BaseException:
-    try:
-        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:  # noqa: BLE001
-        return EnvError(f"{type(error).__name__}: {error}")
 
 
 def _as_stored(info: Any) -> Any:
