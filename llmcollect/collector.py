@@ -7,7 +7,9 @@ import asyncio
 import concurrent.futures
 import math
 import os
+import queue as queues
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -146,25 +148,25 @@ class LLMCollector:
         self._lock = threading.RLock()  # of the collection's beginning and end
         self._reading = threading.Lock()  # of what is read from it: one at a time
         self._stream: Stream | None = None
-        self._ahead: concurrent.futures.Future[Any] | None = None
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._closed = False
+        # Batches that can be taken, or what is raised instead; more than one only after an interrupt.
+        self._made: deque[tuple[TensorDictBase | None, BaseException | None]] = deque()
+        self._making = False
+        self._arrived: queues.SimpleQueue[None] = queues.SimpleQueue()  # wakes who waits; may do so for nothing
+        self._waiting, self._taking = threading.Lock(), threading.Lock()
 
     def __iter__(self) -> "Iterator[TensorDictBase]":
         return self
 
     def __next__(self) -> "TensorDictBase":
-        """The next batch.
+        """The next batch. A call that is interrupted (Ctrl-C) leaves its batch to the next call.
 
         Raises:
             StopIteration: The run is complete, or the collector is closed.
             LLMCollectError: What ended the collection; rows that came before it were yielded.
         """
         self._refuse_while_streaming()
-        if (ahead := self._ahead) is not None:  # an `async for` that was cancelled has left it
-            batch = ahead.result()
-            self._ahead = None
-        else:
-            batch = self._next_batch()
+        batch = self._next()
         if batch is None:
             raise StopIteration
         return batch
@@ -179,19 +181,46 @@ class LLMCollector:
             StopAsyncIteration, LLMCollectError: As for `next`.
         """
         self._refuse_while_streaming()
-        if self._ahead is None:
-            if self._executor is None:
-                self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="llmcollect async")
-            self._ahead = self._executor.submit(self._next_batch)
-        ahead = self._ahead
-        try:
-            batch = await asyncio.shield(asyncio.wrap_future(ahead))
-        finally:
-            if ahead.done() and self._ahead is ahead:
-                self._ahead = None
+        while not (self._made or self._closed):
+            await asyncio.shield(asyncio.wrap_future(_in_thread(self._wait)))
+        batch = self._next()
         if batch is None:
             raise StopAsyncIteration
         return batch
+
+    def _next(self) -> "TensorDictBase | None":
+        """The next batch; None at the end."""
+        while not self._closed:
+            self._wait()
+            with self._taking:
+                if not self._made:
+                    continue  # another consumer has it
+                batch, error = self._made[0]
+                if batch is not None and self._postproc is not None:
+                    batch = self._postproc(batch)
+                self._made.popleft()  # the last act: who is interrupted before it finds the batch again
+            if error is not None:
+                raise error
+            return batch
+        return None
+
+    def _wait(self) -> None:
+        """Until there is a batch to take. It is made in a thread of its own, and so never in halves by a Ctrl-C."""
+        with self._waiting:
+            while not (self._made or self._closed):
+                if not self._making:
+                    threading.Thread(target=self._make, name="llmcollect next", daemon=True).start()
+                self._arrived.get()
+
+    def _make(self) -> None:
+        self._making = True
+        try:
+            made: tuple[TensorDictBase | None, BaseException | None] = self._next_batch(), None
+        except BaseException as error:  # noqa: BLE001 - raised by who takes it
+            made = None, error
+        self._made.append(made)
+        self._making = False
+        self._arrived.put(None)
 
     def _refuse_while_streaming(self) -> None:
         if self._stream is None:
@@ -202,7 +231,7 @@ class LLMCollector:
             raise self._stream.error
 
     def _next_batch(self) -> "TensorDictBase | None":
-        """The next batch; None at the end."""
+        """The next batch before `postproc`; None at the end."""
         with self._reading:
             left = self._total_steps - self._handed_out
             rows = self._take() if left > 0 else None
@@ -217,8 +246,7 @@ class LLMCollector:
             self._handed_out += len(rows)
             if self._handed_out >= self._total_steps and self._backend is not None:
                 self._backend.finish()
-            batch = self._batching.to_tensordict(rows)
-        return batch if self._postproc is None else self._postproc(batch)
+            return self._batching.to_tensordict(rows)
 
     def _take(self) -> StepBatch | None:
         """The next batch; None at the end."""
@@ -288,7 +316,7 @@ class LLMCollector:
         """
         if self.is_running():
             raise SpecError("this collector streams already: stop() it first")
-        self._stream = Stream(iter(self._next_batch, None), replay_buffer, queue, self.close)
+        self._stream = Stream(iter(self._next, None), replay_buffer, queue, self.close)
 
     def is_running(self) -> bool:
         """Whether a stream that `start` began goes on."""
@@ -362,19 +390,33 @@ class LLMCollector:
 
     def close(self) -> None:
         """Stop: what is in flight is given up, what has finished is committed, engines and envs are freed."""
-        self._ended = True
+        self._ended = self._closed = True
         self._total_steps = self._handed_out  # what is held is not handed out any more
         with self._lock:
             if self._backend is not None:
                 self._backend.stop()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
+        self._arrived.put(None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _in_thread(function: Callable[[], None]) -> "concurrent.futures.Future[None]":
+    """Run it in a daemon thread, which an interpreter that exits does not wait for."""
+    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            function()
+            outcome.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="llmcollect await", daemon=True).start()
+    return outcome
 
 
 def _as_list(value: Any) -> list[Any]:

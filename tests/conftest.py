@@ -1,4 +1,4 @@
-"""Fixtures: one tiny model and one vLLM engine for the whole session."""
+"""Fixtures: one tiny model, one vLLM engine and one of each server for the whole session."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from llmcollect.components import ComponentSpec
 from llmcollect.policies import VLLMPolicy
 from llmcollect.policies.engines import Engine, engine_thread
 from tests import tiny_model
-from tests.servers import s3
+from tests.servers import prefect, s3
 from tests.servers.proxy import Proxy
 
 settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
@@ -97,6 +97,24 @@ def proxy(bucket: str, s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatc
     with Proxy(s3_server["AWS_ENDPOINT_URL"]).running() as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         yield proxy
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[prefect.Deployment]:
+    """The Prefect server and worker of the session."""
+    folder = tmp_path_factory.mktemp("checkout")
+    with prefect.running(folder) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray of this machine, with more CPUs than it has: actors that mostly wait."""
+    import ray
+
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, namespace="tests")
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
