@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 from tensordict.utils import LinkedList
 from torch.nn.functional import pad
 
@@ -41,6 +41,30 @@ class StepTensorDict(TensorDict):
         groups = {name: TensorDict._new_unsafe(dict(group), batch_size) for name, group in columns.items()}
         made: Self = cls._new_unsafe(groups, batch_size)
         return made
+
+    def to_torchrl(self) -> LazyStackedTensorDict:
+        """The rows as TorchRL's losses, transforms and `LazyStackStorage` take them: a lazy stack without padding.
+
+        Each row has its own lengths: `("tokens", "prompt"|"response"|"full"|"policy_version")`, `("log_probs", ...)`
+        and `("masks", ...)` are 1-d, and `("next", "reward")` is float32 [1, 1], which broadcasts over a row's tokens.
+        All else is as it is here. It can be a collector's `postproc`: `postproc=StepTensorDict.to_torchrl`.
+
+        `MCAdvantage(grpo_size=group_size, prompt_key=("collector", "group"))` finds the groups of batches of whole
+        trajectories or groups, and `GRPOLoss` takes what it gives.
+        """
+        tokens = self["tokens"]
+        prompts, responses = tokens["prompt_length"].tolist(), tokens["response_length"].tolist()
+        rows = []
+        for row, prompt, response in zip(self.unbind(0), prompts, responses, strict=True):
+            lengths = {"prompt": prompt, "response": response, "policy_version": response}
+            own = TensorDict(row.to_dict(retain_none=True, convert_tensors=False), [])
+            for key in _PADDED:
+                if key in row:
+                    own[key] = row[key][: lengths.get(key[1], prompt + response)].clone()
+            if ("next", "reward") in row:
+                own["next", "reward"] = row["next", "reward"][None]
+            rows.append(own)
+        return LazyStackedTensorDict(*rows, stack_dim=0)
 
     @classmethod
     def __torch_function__(
