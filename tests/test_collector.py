@@ -1,6 +1,8 @@
 """The facade: batches of the right size, each row once, live rows equal to stored ones."""
 
+import asyncio
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +28,10 @@ def collector(**changes: Any) -> LLMCollector:
 def plain(batches: list[Any]) -> str:
     rows = [row for batch in batches for row in StepBatch.from_tensordict(batch).to_arrow().to_pylist()]
     return repr(sorted(rows, key=lambda row: (row["trajectory"], row["step"])))
+
+
+def columns(batch: Any) -> list[list[int]]:
+    return [batch["collector", name].tolist() for name in ("traj_ids", "step")]
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -158,6 +164,95 @@ def test_rows_that_are_held_when_the_collection_fails_are_handed_out_first() -> 
         next(collecting)
     with pytest.raises(StopIteration):
         next(collecting)
+
+
+def test_two_threads_share_the_stream() -> None:
+    collecting = collector(num_groups=100, steps_per_batch=7)
+    read: list[Any] = []
+    threads = [threading.Thread(target=lambda: read.extend(collecting)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {batch["collector", "traj_ids"].shape for batch in read} <= {(7,), (600 % 7,)}
+    steps = [key for batch in read for key in zip(*columns(batch), strict=True)]
+    assert sorted(steps) == [(number, step) for number in range(200) for step in range(3)]
+
+
+def test_async_for_lets_the_loop_run_shares_the_stream_and_survives_a_cancellation() -> None:
+    collecting = collector(env=partial(AsyncCountEnv, 1), num_groups=60, policy=partial(BytePolicy, delay_s=0.01))
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    async def read(batches: list[Any], cancelled: bool) -> None:
+        while True:
+            try:
+                batches.append(await asyncio.wait_for(anext(collecting), 0.001 if cancelled else 60))
+            except TimeoutError:
+                continue
+            except StopAsyncIteration:
+                return
+
+    async def main() -> list[Any]:
+        batches: list[Any] = []
+        ticking = asyncio.create_task(tick())
+        await asyncio.gather(read(batches, True), read(batches, False), read(batches, False))
+        ticking.cancel()
+        return batches
+
+    found = torch.cat(asyncio.run(main()))
+    assert sorted(found["collector", "traj_ids"].tolist()) == list(range(120))
+    assert ticks > 10
+
+
+def test_async_for_raises_what_ends_the_collection() -> None:
+    async def read() -> None:
+        async for _ in collector(env=partial(FaultyEnv, "step"), num_groups=60, limits=Limits(max_attempts=1)):
+            pass
+
+    with pytest.raises(RunFailedError, match="max_failure_rate"):
+        asyncio.run(read())
+
+
+@pytest.mark.parametrize("yields", ["steps", "groups"])
+def test_a_resume_may_replay_what_is_stored(yields: Any, tmp_path: Path) -> None:
+    first = list(collector(root=tmp_path))
+    assert plain(list(collector(root=tmp_path, resume="replay", yields=yields))) == plain(first)
+    grown = torch.cat(list(collector(root=tmp_path, resume="replay", num_groups=9, yields=yields)))
+    assert len(grown) == 54
+    assert set(grown["collector", "traj_ids"].tolist()) == set(range(18))
+
+
+def test_stop_lets_what_is_in_flight_finish() -> None:
+    policy = partial(BytePolicy, delay_s=0.01, name="stopping")
+    with collector(num_groups=None, policy=policy) as collecting:
+        first = next(collecting)
+        collecting.stop()
+        whole = torch.cat([first, *collecting])
+    steps = whole["collector", "step"][whole["next", "done"][:, 0]]
+    assert len(steps) * 3 == len(whole), "whole trajectories"
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("device", "policies place themselves"),
+        ("frames_per_batch", "steps_per_batch"),
+        ("create_env_kwargs", "functools.partial"),
+        ("exploration_type", "sampling=Sampling(temperature=...)"),
+        ("total_dialog_turns", "total_steps"),
+        ("nun_groups", "did you mean 'num_groups'?"),
+        ("zebra", "LLMCollector has no argument 'zebra'"),
+    ],
+)
+def test_removed_arguments_name_what_replaces_them(argument: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(instead)):
+        collector(**{argument: 1})
 
 
 def test_whole_trajectories_are_yielded() -> None:

@@ -1,6 +1,9 @@
 """Into a queue or a buffer: everything once, back-pressure instead of loss, and no silent death."""
 
+import asyncio
+import multiprocessing
 import queue
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -62,6 +65,87 @@ def test_what_ends_the_collection_reaches_queue_and_join() -> None:
     assert isinstance(sink.get(timeout=20).error, RunFailedError)
     with pytest.raises(RunFailedError):
         collecting.join(5)
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def rows_from(sink: Any, results: Any) -> None:
+    """In another process: which rows came, and how they ended."""
+    rows: list[int] = []
+    while not isinstance(item := sink.get(timeout=100), EndOfRun):
+        rows += item["collector", "traj_ids"].tolist()
+        assert item["text", "response"][0]
+    results.put((rows, item.error))
+
+
+@pytest.mark.slow
+def test_another_process_reads_a_queue_to_its_end() -> None:
+    context = multiprocessing.get_context("spawn")
+    sink, results = context.Queue(2), context.Queue()
+    reader = context.Process(target=rows_from, args=(sink, results))
+    reader.start()
+    collecting = collector()
+    collecting.start(queue=sink)
+    rows, error = results.get(timeout=100)
+    assert (sorted(rows), error) == (list(range(55)), None)
+    reader.join(20)
+
+    reader = context.Process(target=rows_from, args=(sink, results))
+    reader.start()
+
+    def broken(batch: Any) -> Any:
+        raise Unpicklable(1, 2)
+
+    collecting = collector(postproc=broken)
+    collecting.start(queue=sink)
+    rows, error = results.get(timeout=100)
+    assert rows == []
+    assert str(error) == "Unpicklable: 1 and 2"
+    with pytest.raises(Unpicklable):
+        collecting.join(20)
+    reader.join(20)
+
+
+def test_what_cannot_be_sent_to_another_process_is_an_error_and_not_lost() -> None:
+    sink = multiprocessing.get_context("spawn").Queue(4)
+    collecting = collector(postproc=lambda batch: {"batch": batch, "lock": threading.Lock()})
+    collecting.start(queue=sink)
+    assert "pickle" in str(sink.get(timeout=20).error)
+    with pytest.raises(TypeError, match="pickle"):
+        collecting.join(20)
+
+
+def test_an_asyncio_queue_belongs_to_a_loop() -> None:
+    with pytest.raises(SpecError, match="from a coroutine"):
+        collector().start(queue=asyncio.Queue())
+    collecting = collector(num_groups=None)
+
+    async def leave() -> None:
+        sink: asyncio.Queue[Any] = asyncio.Queue(1)
+        collecting.start(queue=sink)
+        await sink.get()
+
+    asyncio.run(leave())
+    with pytest.raises(Exception, match="loop") as caught:
+        collecting.join(20)
+    assert isinstance(caught.value, RunFailedError)
+
+
+def test_a_stopped_stream_ends_an_asyncio_queue_that_is_full() -> None:
+    async def main() -> Any:
+        sink: asyncio.Queue[Any] = asyncio.Queue(1)
+        collecting = collector(num_groups=None)
+        collecting.start(queue=sink)
+        while not sink.full():  # noqa: ASYNC110 - a queue has no event for it
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(collecting.stop, now=True)
+        await asyncio.to_thread(collecting.join, 20)
+        return await sink.get()
+
+    assert asyncio.run(main()) == EndOfRun()
 
 
 def test_what_a_buffer_raises_is_raised_by_join() -> None:

@@ -9,11 +9,17 @@ if TYPE_CHECKING:
     from llmcollect.envs.dataset import DatasetEnv
     from llmcollect.envs.reasoning import ReasoningGymEnv
     from llmcollect.envs.textarena import TextArenaEnv
+    from llmcollect.envs.torchrl import TorchRLEnv
 
-__all__ = ["DatasetEnv", "Env", "ReasoningGymEnv", "TextArenaEnv"]
+__all__ = ["DatasetEnv", "Env", "ReasoningGymEnv", "TextArenaEnv", "TorchRLEnv"]
 
 # Adapters bring their own dependencies; importing the room must not.
-_ADAPTERS = {"DatasetEnv": "dataset", "ReasoningGymEnv": "reasoning", "TextArenaEnv": "textarena"}
+_ADAPTERS = {
+    "DatasetEnv": "dataset",
+    "ReasoningGymEnv": "reasoning",
+    "TextArenaEnv": "textarena",
+    "TorchRLEnv": "torchrl",
+}
 
 
 def __getattr__(name: str) -> Any:
