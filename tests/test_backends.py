@@ -113,6 +113,8 @@ def test_prefect_needs_a_server_and_a_bound(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     with pytest.raises(SpecError, match="needs num_groups"):
         collector(backend="prefect", root=tmp_path, num_groups=None)
+    with pytest.raises(SpecError, match=r"no Prefect server answers at http://127\.0\.0\.1:9/api"):
+        next(collector(backend="prefect", root=tmp_path))
 
 
 @pytest.mark.slow
@@ -163,7 +165,7 @@ def test_a_flow_run_that_no_worker_takes_says_so(
     tmp_path: Path, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", deployment.url)
-    deployment.prefect("work-pool", "pause", "local")
+    deployment.prefect("work-pool", "pause", "llmcollect-local")
     try:
         options = {"pickup_timeout_s": 3, "poll_seconds": 0.1}
         with pytest.raises(RunFailedError, match="worker"):
@@ -171,14 +173,20 @@ def test_a_flow_run_that_no_worker_takes_says_so(
         with pytest.raises(SpecError, match=r"no deployment 'collect/nowhere'"):
             next(collector(backend="prefect", root=tmp_path, backend_options={"deployment": "collect/nowhere"}))
     finally:
-        deployment.prefect("work-pool", "resume", "local")
+        deployment.prefect("work-pool", "resume", "llmcollect-local")
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("reading", ["for batch in collector: print(len(batch), flush=True)", "streaming()"])
+@pytest.mark.parametrize(
+    ("policy", "reading"),
+    [
+        ("partial(VLLMPolicy, {tiny!r}, dtype='float32', kv_cache_memory_bytes=1 << 28)", "iterating()"),
+        ("partial(BytePolicy, delay_s=0.01)", "streaming()"),
+    ],
+)
 def test_ctrl_c_leaves_no_process_behind_and_what_had_finished_is_stored(
-    reading: str, tiny: Path, tmp_path: Path
+    policy: str, reading: str, tiny: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -186,13 +194,15 @@ def test_ctrl_c_leaves_no_process_behind_and_what_had_finished_is_stored(
         "from functools import partial\n"
         "from llmcollect import Limits, LLMCollector, Sampling\n"
         "from llmcollect.policies import VLLMPolicy\n"
-        "from tests.fakes import CountEnv\n"
+        "from tests.fakes import BytePolicy, CountEnv\n"
+        "def iterating():\n"
+        "    for batch in collector: print(len(batch), flush=True)\n"
         "def streaming():\n"
         "    sink = queue.Queue(1)\n"
         "    collector.start(queue=sink)\n"
         "    while True: print(len(sink.get()), flush=True)\n"
         "if __name__ == '__main__':\n"
-        f"    policy = partial(VLLMPolicy, {str(tiny)!r}, dtype='float32', kv_cache_memory_bytes={256 << 20})\n"
+        f"    policy = {policy.format(tiny=str(tiny))}\n"
         "    collector = LLMCollector(CountEnv, policy, steps_per_batch=4, root='run', seed=1,\n"
         "        sampling=Sampling(max_tokens=8), limits=Limits(commit_seconds=1))\n"
         f"    {reading}\n"
@@ -211,7 +221,7 @@ def test_ctrl_c_leaves_no_process_behind_and_what_had_finished_is_stored(
     for _ in range(5):
         assert process.stdout.readline().strip() == "4"
     children = psutil.Process(process.pid).children(recursive=True)
-    assert children, "the engine's process"
+    assert bool(children) == ("VLLMPolicy" in policy), "the engine's process"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, errors = process.communicate(timeout=60)
     assert process.returncode not in (0, -signal.SIGKILL)

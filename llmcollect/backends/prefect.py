@@ -30,6 +30,7 @@ from llmcollect.store.tail import tail_run
 
 _STATE_SECONDS = 1.0
 _END_SECONDS = 60.0
+_AWAY_SECONDS = 300.0
 
 
 class PrefectOptions(BackendOptions):
@@ -79,7 +80,7 @@ class PrefectBackend:
         self._begun = time.monotonic()
         self._run = self._submit()
         self._state: Any = None
-        self._asked = 0.0
+        self._asked = self._answered = 0.0
         self._next = {record.shard: record.number + 1 for record in sorted(stored, key=lambda record: record.number)}
         self._commits = self._follow()
 
@@ -126,6 +127,7 @@ class PrefectBackend:
         raise SpecError("backend='prefect' cannot take other weights while it runs")
 
     def _submit(self) -> Any:
+        import httpx
         from prefect.exceptions import ObjectNotFound
 
         root = self._root.files.root
@@ -140,6 +142,8 @@ class PrefectBackend:
                     f"there is no deployment {self._options.deployment!r} at {client.api_url}: "
                     f"`prefect deployment ls` shows those that there are"
                 ) from error
+            except httpx.TransportError as error:
+                raise SpecError(f"no Prefect server answers at {client.api_url}: {error}") from error
             return client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
 
     def _follow(self) -> Iterator[tuple[CommitRecord, pa.Table]]:
@@ -185,8 +189,15 @@ class PrefectBackend:
     def _look(self, max_age: float) -> Any:
         """The state of the flow run, not older than that; kept as it is once it is final."""
         if self._state is None or (not self._state.is_final() and time.monotonic() - self._asked >= max_age):
-            with _client() as client:
-                self._state = client.read_flow_run(self._run.id).state
+            import httpx
+
+            try:
+                with _client() as client:
+                    self._state = client.read_flow_run(self._run.id).state
+                self._answered = time.monotonic()
+            except httpx.TransportError as error:  # the run goes on without its server, and so does the store
+                if self._state is None or time.monotonic() - self._answered > _AWAY_SECONDS:
+                    raise RunFailedError(f"the Prefect server does not answer: {error}") from error
             self._asked = time.monotonic()
         return self._state
 
@@ -199,10 +210,14 @@ class PrefectBackend:
 
 
 def _client() -> Any:
+    """A client of the server that the environment names now: Prefect reads it once, when it is imported."""
     import llmcollect.prefect_defaults  # noqa: F401  isort: skip - sets what prefect reads at its import
     from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
 
-    return get_client(sync_client=True)
+    settings = (PREFECT_API_URL, PREFECT_API_KEY, PREFECT_API_AUTH_STRING)
+    with temporary_settings(updates={one: os.environ[one.name] for one in settings if os.environ.get(one.name)}):
+        return get_client(sync_client=True)
 
 
 def _configured_server() -> bool:
