@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llmcollect.run import Limits, RunSpec, Sampling
     from llmcollect.store import Run, open_run, verify
     from llmcollect.store.training import fill
+    from llmcollect.streaming import EndOfRun
     from llmcollect.tensors import StepTensorDict
     from llmcollect.types import Completion, Generation, GroupRecord, Message, Observation, Task, Transition
 
@@ -26,6 +27,7 @@ _HOMES = {
     "run": ("Limits", "RunSpec", "Sampling"),
     "store": ("Run", "open_run", "verify"),
     "store.training": ("fill",),
+    "streaming": ("EndOfRun",),
     "tensors": ("StepTensorDict",),
     "types": ("Completion", "Generation", "GroupRecord", "Message", "Observation", "Task", "Transition"),
 }
@@ -33,6 +35,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Completion",
+    "EndOfRun",
     "EnvSpec",
     "Generation",
     "GroupRecord",
