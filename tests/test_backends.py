@@ -136,7 +136,7 @@ def test_a_flow_run_that_fails_is_raised_after_its_rows(
 
 
 @pytest.mark.slow
-def test_a_flow_run_that_is_cancelled_is_raised_and_close_cancels_one(
+def test_a_flow_run_that_is_cancelled_is_raised_and_the_end_cancels_one(
     tmp_path: Path, deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", deployment.url)
@@ -154,7 +154,12 @@ def test_a_flow_run_that_is_cancelled_is_raised_and_close_cancels_one(
     with pytest.raises(RunFailedError, match=r"is Cancel"):
         list(collecting)
 
-    with collector(root=tmp_path / "b", **endless) as closing:
+    bounded = collector(root=tmp_path / "b", total_steps=20, **endless)
+    assert sum(map(len, bounded)) == 20
+    newest = deployment.ask("flow_runs", sort="START_TIME_DESC", limit=1)[0]
+    assert newest["state"]["type"] == "CANCELLED"
+
+    with collector(root=tmp_path / "c", **endless) as closing:
         next(closing)
     newest = deployment.ask("flow_runs", sort="START_TIME_DESC", limit=1)[0]
     assert newest["state"]["type"] == "CANCELLED"

@@ -76,7 +76,7 @@ class PrefectBackend:
     def __init__(self, options: PrefectOptions, spec: RunSpec, root: Root, stored: Sequence[CommitRecord]) -> None:
         self._options, self._spec, self._root = options, spec, root
         self._progress = [ShardProgress(shard) for shard in range(spec.num_shards)]
-        self._stopped = threading.Event()
+        self._stopped, self._finishing = threading.Event(), False
         self._begun = time.monotonic()
         self._run = self._submit()
         self._state: Any = None
@@ -102,7 +102,7 @@ class PrefectBackend:
             progress.failed += len(record.failed)
             progress.commits += 1
             return table, record.trajectories
-        if self._failed and not self._stopped.is_set():
+        if self._failed and not (self._finishing or self._stopped.is_set()):
             raise RunFailedError(
                 f"flow run {self._run.name!r} of deployment {self._options.deployment} is {self._state.name}: "
                 f"{self._state.message or 'Prefect says no more'}"
@@ -114,6 +114,7 @@ class PrefectBackend:
 
     def finish(self) -> None:
         """A flow run has no way to be told that; it is cancelled, and commits what has finished."""
+        self._finishing = True
         self._cancel()
 
     def stop(self) -> None:
