@@ -3,6 +3,7 @@
 backend (local, ray, prefect) -> get -> batching -> postproc -> next | async for | queue | replay buffer
 """
 
+import _thread
 import asyncio
 import concurrent.futures
 import math
@@ -209,7 +210,8 @@ class LLMCollector:
         with self._waiting:
             while not (self._made or self._closed):
                 if not self._making:
-                    threading.Thread(target=self._make, name="llmcollect next", daemon=True).start()
+                    # Not threading's own start(), which breaks its lock if it is interrupted.
+                    _thread.start_new_thread(self._make, ())
                 self._arrived.get()
 
     def _make(self) -> None:

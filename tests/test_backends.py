@@ -45,6 +45,14 @@ def actors() -> list[psutil.Process]:
     return found
 
 
+def assert_no_actors() -> None:
+    """They are gone, or go in a moment."""
+    deadline = time.monotonic() + 20
+    while actors() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not actors()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", [True, False])
 def test_an_actor_that_is_killed_is_replaced_and_nothing_comes_twice(
@@ -80,17 +88,18 @@ def test_what_fails_in_an_actor_is_raised_as_itself(ray_cluster: None) -> None:
         next(on_ray(policy=partial(BytePolicy, fault="start")))
     with pytest.raises(RunFailedError, match="max_failure_rate"):
         list(on_ray(env=partial(FaultyEnv, "step"), limits=Limits(max_attempts=1)))
+    assert_no_actors()
 
 
 @pytest.mark.slow
-def test_closing_frees_the_actors(ray_cluster: None) -> None:
+def test_closing_frees_the_actors_and_so_does_the_end(ray_cluster: None) -> None:
     with on_ray(num_groups=None) as collecting:
         next(collecting)
         assert actors()
-    deadline = time.monotonic() + 20
-    while actors() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not actors()
+    assert_no_actors()
+    ended = on_ray(num_groups=4)
+    assert sum(map(len, ended)) == 8
+    assert_no_actors()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ actor that dies is replaced and goes on with its shards. What it had committed a
 without a root, the trajectories that were not delivered start again. So each trajectory is delivered once.
 """
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -140,7 +141,7 @@ class RayBackend:
             self._replicas += [_Replica(own[index :: options.num_replicas]) for index in range(options.num_replicas)]
         for replica in self._replicas:
             self._start(replica)
-        self._changed = threading.Condition()
+        self._changed, self._freeing = threading.Condition(), threading.Lock()
         self._ended = False
         self._error: BaseException | None = None
         # A thread of its own takes what comes: an interrupted consumer loses nothing.
@@ -166,20 +167,31 @@ class RayBackend:
 
     def finish(self) -> None:
         self._finishing = True
-        for replica in self._replicas:
-            replica.actor.finish.remote()
+        with self._freeing:
+            for replica in self._replicas:
+                if replica.actor is not None:
+                    replica.actor.finish.remote()
 
     def stop(self) -> None:
         self._stopped = True
         with self._changed:
             self._changed.notify_all()
-        ends = [replica.actor.stop.remote() for replica in self._replicas]
-        self._ray.wait(ends, num_returns=len(ends), timeout=_STOP_SECONDS)
-        for replica in self._replicas:
-            self._ray.kill(replica.actor)
+        self._free()
 
     def update_weights(self, folder: Path, version: int | None, policy: str) -> int:
         raise SpecError("backend='ray' cannot take other weights while it runs")
+
+    def _free(self) -> None:
+        """End the actors, once they have committed what had finished; where they are, there are GPUs."""
+        with self._freeing:
+            actors = [replica.actor for replica in self._replicas if replica.actor is not None]
+            ends = [actor.stop.remote() for actor in actors]
+            if ends:
+                self._ray.wait(ends, num_returns=len(ends), timeout=_STOP_SECONDS)
+            for replica in self._replicas:
+                if replica.actor is not None:
+                    self._ray.kill(replica.actor)
+                    replica.actor = None
 
     def _start(self, replica: _Replica) -> None:
         options = self._options
@@ -214,6 +226,8 @@ class RayBackend:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+            with contextlib.suppress(Exception):  # the cluster may be gone, and its actors with it
+                self._free()
 
     def _receive(self, replica: _Replica) -> None:
         """Take the delivery that has come, and ask for the next one."""
