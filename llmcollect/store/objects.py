@@ -79,7 +79,9 @@ class FsspecFiles:
     def sizes(self, folder: str) -> dict[str, int]:
         found = self._call(f"list {self.root}/{folder}", lambda: self._fs.find(self._at(folder), detail=True))
         start = len(self._prefix) + 1
-        return {name.lstrip("/")[start:]: int(info["size"]) for name, info in found.items()}
+        # An empty folder in which a file appears while `find` looks at it is given as what was found.
+        files = {name: info for name, info in found.items() if info["type"] != "directory"}
+        return {name.lstrip("/")[start:]: int(info["size"]) for name, info in files.items()}
 
     def arrow(self) -> tuple[Any, str]:
         from pyarrow.fs import FSSpecHandler, PyFileSystem

@@ -20,7 +20,7 @@ import pytest
 
 from llmcollect import open_run, verify
 from llmcollect.errors import StoreError
-from llmcollect.store.files import open_files
+from llmcollect.store.files import Files, open_files
 from tests.crash.writer import Writer
 from tests.servers.proxy import Fault, Proxy
 
@@ -102,12 +102,11 @@ def roots(request: pytest.FixtureRequest, where: str) -> str:
     return f"{request.getfixturevalue('bucket')}/run"
 
 
-def wait_for_commits(root: str, more: int) -> None:
-    """Until the store holds so many commits more than now."""
-    files, limit = open_files(root), time.monotonic() + 120
-    enough = len(files.sizes("steps")) + more
-    while len(files.sizes("steps")) < enough:
-        assert time.monotonic() < limit, "the writers that run commit nothing"
+def wait_for_commits(files: Files, enough: int) -> None:
+    """Until the store holds so many."""
+    limit = time.monotonic() + 120
+    while (found := len(files.sizes("steps"))) < enough:
+        assert time.monotonic() < limit, f"the writers that run stay at {found} commits of {enough}"
         time.sleep(0.02)
 
 
@@ -144,14 +143,15 @@ def test_writers_of_one_shard_some_of_them_zombies(
     for writer in running:
         writer.wait_until_ready()
         writer.send(signal.SIGSTOP)
-    half = writers // 2
+    half, files = writers // 2, open_files(root)
     try:
         for others, zombies in ((running[half:], running[:half]), (running[:half], running[half:])):
             for writer in zombies:
                 writer.send(signal.SIGSTOP)
+            before = len(files.sizes("steps"))
             for writer in others:
                 writer.send(signal.SIGCONT)
-            wait_for_commits(root, 4)
+            wait_for_commits(files, before + 4)
     finally:
         for writer in running:
             writer.send(signal.SIGCONT)
