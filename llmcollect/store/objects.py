@@ -79,9 +79,9 @@ class FsspecFiles:
     def sizes(self, folder: str) -> dict[str, int]:
         found = self._call(f"list {self.root}/{folder}", lambda: self._fs.find(self._at(folder), detail=True))
         start = len(self._prefix) + 1
-        # An empty folder in which a file appears while `find` looks at it is given as what was found.
-        files = {name: info for name, info in found.items() if info["type"] != "directory"}
-        return {name.lstrip("/")[start:]: int(info["size"]) for name, info in files.items()}
+        # `find` gives the folder itself if it was empty at the first of its requests and is not at the next.
+        files = ((name, info["size"]) for name, info in found.items() if info["type"] != "directory")
+        return {name.lstrip("/")[start:]: int(size) for name, size in files}
 
     def arrow(self) -> tuple[Any, str]:
         from pyarrow.fs import FSSpecHandler, PyFileSystem
