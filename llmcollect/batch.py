@@ -5,13 +5,12 @@
 
 Rows hold deltas (`prompt_ids` is what the policy had not seen before), a TensorDict holds the whole context. So a
 batch keeps, beside its own rows, the earlier rows of their trajectories, and rebuilds contexts from Arrow's offsets
-without a Python loop.
+in compiled loops.
 """
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,70 +90,48 @@ class Arrays:
         return np.maximum.accumulate(np.where(starts, np.arange(len(starts)), 0))
 
     @functools.cached_property
-    def spans(self) -> "Spans":
-        """The run-lengths of policy versions."""
-        column = _whole(self._table["policy_versions"])
-        count = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-        values = column.flatten()
-        version, length = (values.field(name).to_numpy(zero_copy_only=False) for name in ("version", "count"))
-        return Spans(np.cumsum(count) - count, count, version, length)
+    def prompts(self) -> "Lists":
+        """int32: the ids that were new."""
+        return Lists.of(self._table["prompt_ids"])
 
     @functools.cached_property
-    def flow(self) -> "Flow":
-        """The ids of all rows, end to end."""
-        return Flow.of(self._table, self.context_starts)
+    def responses(self) -> "Lists":
+        """int32: the ids that were sampled."""
+        return Lists.of(self._table["response_ids"])
+
+    @functools.cached_property
+    def logprobs(self) -> "Lists":
+        """float32: of each sampled id; empty where none were given."""
+        return Lists.of(self._table["response_logprobs"])
+
+    @functools.cached_property
+    def versions(self) -> tuple[_Ints, npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Run-lengths: where those of each row start, their versions and their counts."""
+        column = self._table["policy_versions"]
+        runs = _whole(column).flatten()
+        return _starts(column), _values(runs.field("version")), _values(runs.field("count"))
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Runs of tokens of one policy version; row r has `count[r]` of them from number `first[r]` on."""
-
-    first: _Ints
-    count: _Ints
-    version: _Ints
-    length: _Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """All ids in the order in which the policy saw them (prompt, response, prompt, ...): a context is one slice.
+class Lists(NamedTuple):
+    """A column of lists: those of row r are `values[starts[r] : starts[r + 1]]`. Null is an empty list.
 
     Attributes:
-        tokens: int64; followed by as many zeros as the longest context has ids.
-        logprobs: float32 beside them, 0 on prompts, NaN where none was given; None if they were not read.
-        finite: Whether all log-probs are finite numbers: a product with a mask is 0 then where the mask is.
-        base: For each row where its prompt begins.
-        prompt_lengths, response_lengths: int64, for each row.
+        starts: int64 [rows + 1].
+        values: Of all rows end to end, read-only.
     """
 
-    tokens: _Ints
-    logprobs: npt.NDArray[np.float32] | None
-    finite: bool
-    base: _Ints
-    prompt_lengths: _Ints
-    response_lengths: _Ints
+    starts: _Ints
+    values: npt.NDArray[Any]
 
     @classmethod
-    def of(cls, table: pa.Table, context_starts: _Ints) -> "Flow":
-        """Of rows that hold whole contexts."""
-        prompts, prompt_lengths = _flat(table["prompt_ids"])
-        responses, response_lengths = _flat(table["response_ids"])
-        ends = np.cumsum(prompt_lengths + response_lengths)
-        base = ends - prompt_lengths - response_lengths
-        longest = int((ends - base[context_starts]).max(initial=0))
-        tokens = _interleaved((prompts, prompt_lengths), (responses, response_lengths), np.dtype(np.int64), longest)
-        logprobs, finite = None, False
-        if "response_logprobs" in table.column_names:
-            given, lengths = _flat(table["response_logprobs"])
-            if len(given) != len(responses):
-                some = np.full(len(responses), np.nan, np.float32)
-                some[np.repeat(lengths == response_lengths, response_lengths)] = given
-                given = some
-            finite = bool(np.isfinite(given).all())
-            zeros = np.zeros(len(prompts), np.float32)
-            pairs = (zeros, prompt_lengths), (given, response_lengths)
-            logprobs = _interleaved(*pairs, np.dtype(np.float32), longest)
-        return cls(tokens, logprobs, finite, base, prompt_lengths, response_lengths)
+    def of(cls, column: pa.ChunkedArray) -> "Lists":
+        """Without a copy if the column has one chunk and no nulls in its lists."""
+        return cls(_starts(column), _values(_whole(column).flatten()))
+
+    @property
+    def lengths(self) -> _Ints:
+        """int64 [rows]."""
+        return np.diff(self.starts)
 
 
 class StepBatch:
@@ -273,24 +250,25 @@ class StepBatch:
 
     def _conversations(self, arrays: Arrays, context: Literal["full", "delta"]) -> dict[tuple[str, ...], Any]:
         """What is made of ids, log-probs and versions."""
-        rows, flow = self._rows, arrays.flow
-        new, sampled = flow.prompt_lengths[rows], flow.response_lengths[rows]
-        first = arrays.context_starts[rows] if context == "full" else rows
-        prompt_start, prompt_end = flow.base[first], flow.base[rows] + new
-        full_length = prompt_end + sampled - prompt_start
-        attention = _mask(full_length)
-        is_prompt = _mask(prompt_end - prompt_start, attention.shape[1])
-        assistant = attention ^ is_prompt
-        in_response = _mask(sampled)
-        width = int((prompt_end - prompt_start).max(initial=0))
+        from llmcollect.padding import pad_logprobs, pad_masks, pad_tokens, pad_versions
 
-        full = _windows(flow.tokens, prompt_start, attention.shape[1])
-        np.multiply(full, attention, out=full)
-        response = _windows(flow.tokens, prompt_end, in_response.shape[1])
-        np.multiply(response, in_response, out=response)
+        rows, prompts, responses = self._rows, arrays.prompts, arrays.responses
+        new, sampled = prompts.lengths[rows], responses.lengths[rows]
+        first = arrays.context_starts[rows] if context == "full" else rows
+        before = prompts.starts[rows] - prompts.starts[first] + responses.starts[rows] - responses.starts[first]
+        prompt_length = before + new
+
+        def empty(lengths: _Ints, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+            return np.empty((len(rows), int(lengths.max(initial=0))), kind)
+
+        prompt, response = empty(prompt_length, np.int64), empty(sampled, np.int64)
+        full = empty(prompt_length + sampled, np.int64)
+        pad_tokens(rows, first, prompts, responses, prompt, response, full)
+        attention, assistant = np.empty(full.shape, np.bool_), np.empty(full.shape, np.bool_)
+        pad_masks(prompt_length, sampled, attention, assistant)
         values: dict[tuple[str, ...], Any] = {
-            ("tokens", "prompt"): full[:, :width] * is_prompt[:, :width],
-            ("tokens", "prompt_length"): prompt_end - prompt_start,
+            ("tokens", "prompt"): prompt,
+            ("tokens", "prompt_length"): prompt_length,
             ("tokens", "new_prompt_length"): new,
             ("tokens", "response"): response,
             ("tokens", "response_length"): sampled,
@@ -298,28 +276,16 @@ class StepBatch:
             ("masks", "all_attention_mask"): attention,
             ("masks", "all_assistant_mask"): assistant,
         }
-        if flow.logprobs is not None:
-            for name, start, mask in (("response", prompt_end, in_response), ("full", prompt_start, assistant)):
-                own = _windows(flow.logprobs, start, mask.shape[1])
-                if flow.finite:
-                    np.multiply(own, mask, out=own)
-                else:
-                    own[~mask] = 0
-                values["log_probs", name] = own
+        if "response_logprobs" in self._table.column_names:
+            own, beside = np.empty(response.shape, np.float32), np.empty(full.shape, np.float32)
+            pad_logprobs(rows, prompt_length, sampled, arrays.logprobs, own, beside)
+            values |= {("log_probs", "response"): own, ("log_probs", "full"): beside}
             values["log_probs", "given"] = arrays.valid("response_logprobs")[rows]
         if "policy_versions" in self._table.column_names:
-            values["tokens", "policy_version"] = self._token_versions(arrays.spans, in_response)
+            versions = np.empty(response.shape, np.int64)
+            pad_versions(rows, *arrays.versions, sampled, versions)
+            values["tokens", "policy_version"] = versions
         return values
-
-    def _token_versions(self, spans: "Spans", in_response: npt.NDArray[np.bool_]) -> _Ints:
-        """Run-lengths spelled out, one version a token; -1 elsewhere."""
-        first, count = spans.first[self._rows], spans.count[self._rows]
-        if (count == 1).all():
-            return np.where(in_response, spans.version[first][:, None], -1)
-        mine = np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
-        out = np.full(in_response.shape, -1, np.int64)
-        out[in_response] = np.repeat(spans.version[mine], spans.length[mine])
-        return out
 
     @classmethod
     def from_tensordict(cls, batch: "TensorDict") -> "StepBatch":
@@ -328,7 +294,7 @@ class StepBatch:
         tokens, total = arrays["tokens", "prompt"], arrays["tokens", "prompt_length"]
         new, sampled = arrays["tokens", "new_prompt_length"], arrays["tokens", "response_length"]
         generated = arrays["collector", "generated_at"] != _NO_TIME
-        in_response = _mask(sampled, arrays["tokens", "response"].shape[1])
+        in_response = np.arange(arrays["tokens", "response"].shape[1]) < sampled[:, None]
         place = np.arange(tokens.shape[1])
         is_new = (place >= (total - new)[:, None]) & (place < total[:, None])
         started = arrays["collector", "step"] >= 0
@@ -452,48 +418,19 @@ def _whole(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _flat(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], _Ints]:
-    """Values of a list column end to end, and the length of each list; null counts as empty."""
-    lengths = _numpy(pc.list_value_length(column).fill_null(0)).astype(np.int64)
-    values = _whole(column).flatten()
-    return values.to_numpy(zero_copy_only=False), lengths
+def _starts(column: pa.ChunkedArray) -> _Ints:
+    """Where each list begins among the values of all, and where the last one ends; null counts as empty."""
+    lengths = _numpy(pc.list_value_length(column).fill_null(0))
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
 
 
-def _interleaved(
-    first: tuple[npt.NDArray[Any], _Ints], second: tuple[npt.NDArray[Any], _Ints], kind: np.dtype[Any], zeros: int
-) -> npt.NDArray[Any]:
-    """Two columns of lists, each as values end to end and lengths, row by row in turn; then so many zeros.
-
-    Values of 4 bytes. Arrow joins them as strings of bytes: a block a list, where numpy would place value by value.
-    """
-    texts = []
-    for values, lengths in (first, second):
-        offsets = np.concatenate([[0], np.cumsum(lengths * values.itemsize)])
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(values))]
-        texts.append(pa.Array.from_buffers(pa.large_binary(), len(lengths), buffers))
-    joined = pc.binary_join_element_wise(*texts, pa.scalar(b"", pa.large_binary()))
-    total = len(first[0]) + len(second[0])
-    out = np.zeros(total + zeros, kind)
-    out[:total] = np.frombuffer(joined.buffers()[2], first[0].dtype, total) if total else 0
-    return out
-
-
-def _mask(lengths: _Ints, width: int | None = None) -> npt.NDArray[np.bool_]:
-    """[B, width] with True where the place is below the row's length."""
-    if width is None:
-        width = int(lengths.max(initial=0))
-    ramp = np.zeros(2 * width, np.bool_)
-    ramp[:width] = True
-    return _windows(ramp, width - lengths, width)
-
-
-def _windows(values: npt.NDArray[Any], starts: _Ints, width: int) -> npt.NDArray[Any]:
-    """[B, width]: for each row so many values from its start on, copied as blocks of memory."""
-    if not width:
-        return np.zeros((len(starts), 0), values.dtype)
-    # `sliding_window_view`, without its checks, which take longer than the copy.
-    shape, strides = (len(values) - width + 1, width), 2 * values.strides
-    return np.ndarray(shape, values.dtype, values, strides=strides)[starts]
+def _values(array: pa.Array) -> npt.NDArray[Any]:
+    """Always read-only, also where they had to be copied: the compiled loops then see one type."""
+    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False).view()
+    values.flags.writeable = False
+    return values
 
 
 def _run_lengths(versions: _Ints) -> list[dict[str, int]]:

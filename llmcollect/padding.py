@@ -1,0 +1,114 @@
+"""Rows of any length into dense arrays padded on the right: loops that numba compiles when they are first called.
+
+Whatever lengths a file claims, nothing is read or written outside of the arrays: slices end where their array does.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from llmcollect.batch import Lists
+
+_Ints = npt.NDArray[np.int64]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _compiled(function: _F) -> _F:
+    """The function as machine code that runs without the GIL, kept on disk where numba finds a place for it."""
+    try:
+        made: _F = numba.njit(function, nogil=True, cache=True)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        made = numba.njit(function, nogil=True)
+    return made
+
+
+# Loops, and not `to[:] = of`: of these LLVM makes vector instructions.
+@_compiled
+def _copy(to: npt.NDArray[Any], of: npt.NDArray[Any]) -> None:
+    for place in range(min(to.size, of.size)):
+        to[place] = of[place]
+
+
+@_compiled
+def _fill(to: npt.NDArray[Any], value: Any) -> None:
+    for place in range(to.size):
+        to[place] = value
+
+
+@_compiled
+def pad_tokens(
+    rows: _Ints, first: _Ints, prompts: "Lists", responses: "Lists", prompt: _Ints, response: _Ints, full: _Ints
+) -> None:
+    """The ids of rows, with contexts that begin at the rows `first`, into [B, P], [B, R] and [B, F]."""
+    for index in range(rows.size):
+        own, ids, end = rows[index], full[index], 0
+        for row in range(first[index], own + 1):
+            new = prompts.values[prompts.starts[row] : prompts.starts[row + 1]]
+            _copy(ids[end:], new)
+            end += new.size
+            if row < own:
+                sampled = responses.values[responses.starts[row] : responses.starts[row + 1]]
+                _copy(ids[end:], sampled)
+                end += sampled.size
+        _copy(prompt[index], ids[:end])
+        _fill(prompt[index, end:], 0)
+        sampled = responses.values[responses.starts[own] : responses.starts[own + 1]]
+        _copy(response[index], sampled)
+        _fill(response[index, sampled.size :], 0)
+        _copy(ids[end:], sampled)
+        _fill(ids[end + sampled.size :], 0)
+
+
+@_compiled
+def pad_masks(
+    prompt_length: _Ints, response_length: _Ints, attention: npt.NDArray[np.bool_], assistant: npt.NDArray[np.bool_]
+) -> None:
+    """True on ids, and on sampled ids, [B, F] each."""
+    for index in range(prompt_length.size):
+        start = prompt_length[index]
+        end = start + response_length[index]
+        _fill(attention[index, :end], True)
+        _fill(attention[index, end:], False)
+        _fill(assistant[index, :start], False)
+        _fill(assistant[index, start:end], True)
+        _fill(assistant[index, end:], False)
+
+
+@_compiled
+def pad_logprobs(
+    rows: _Ints,
+    prompt_length: _Ints,
+    response_length: _Ints,
+    logprobs: "Lists",
+    response: npt.NDArray[np.float32],
+    full: npt.NDArray[np.float32],
+) -> None:
+    """Log-probs of sampled ids into [B, R] and [B, F]; NaN where a row has none."""
+    for index in range(rows.size):
+        start, sampled = prompt_length[index], response_length[index]
+        given = logprobs.values[logprobs.starts[rows[index]] : logprobs.starts[rows[index] + 1]]
+        if given.size == sampled:
+            _copy(response[index], given)
+        else:
+            _fill(response[index, :sampled], np.nan)
+        _fill(response[index, sampled:], 0)
+        _fill(full[index, :start], 0)
+        _copy(full[index, start:], response[index, :sampled])
+        _fill(full[index, start + sampled :], 0)
+
+
+@_compiled
+def pad_versions(
+    rows: _Ints, starts: _Ints, version: _Ints, count: npt.NDArray[np.int32], response_length: _Ints, out: _Ints
+) -> None:
+    """Run-lengths spelled out, one version a sampled id, into [B, R]; -1 elsewhere."""
+    for index in range(rows.size):
+        place, sampled = 0, out[index, : response_length[index]]
+        _fill(out[index], -1)
+        for run in range(starts[rows[index]], starts[rows[index] + 1]):
+            _fill(sampled[place : place + count[run]], version[run])
+            place += count[run]
