@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -156,8 +157,9 @@ def _in_one_piece(table: pa.Table) -> pa.Table:
     size = pa.MockOutputStream()
     with pa.ipc.new_stream(size, table.schema) as stream:
         stream.write_table(table)
-    # Of its own, not out of a pool: between blocks that are held, a pool keeps what decoding left.
-    block = pa.allocate_buffer(size.size(), memory_pool=pa.system_memory_pool())
+    # Not out of Arrow's pool: between blocks that are held, a pool keeps what decoding left. And numpy asks for huge
+    # pages: the first touch of small ones takes longer than the copy.
+    block = pa.py_buffer(np.empty(size.size(), np.uint8))
     with pa.ipc.new_stream(pa.FixedSizeBufferWriter(block), table.schema) as stream:
         stream.write_table(table)
     return pa.ipc.open_stream(block).read_all()

@@ -28,8 +28,9 @@ from llmcollect.types import GroupRecord
 if TYPE_CHECKING:  # torch takes seconds to import, and reading a run does not need it
     from llmcollect.store.training import StepDataset
 
-# One core is for whoever takes the rows: making tensors of them takes as long as decoding them.
-_AHEAD = max(1, min(4, (os.cpu_count() or 1) - 1))
+# Decoding a row takes three times as long as making tensors of it: every core may decode.
+_THREADS = min(4, os.cpu_count() or 1)
+_AHEAD = _THREADS + 1  # one more than are being read: no thread waits until somebody takes a commit
 
 
 class Run:
@@ -207,7 +208,7 @@ class Run:
 
     def read(self, records: Iterable[CommitRecord], selection: Selection) -> Iterator[tuple[CommitRecord, pa.Table]]:
         """The selected rows of each commit, read in worker threads a little ahead of whoever takes them."""
-        with ThreadPoolExecutor(_AHEAD, thread_name_prefix="llmcollect reader") as threads:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="llmcollect reader") as threads:
             ahead: deque[tuple[CommitRecord, Future[pa.Table]]] = deque()
             try:
                 for record in records:
