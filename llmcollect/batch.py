@@ -58,9 +58,14 @@ _NO_TIME = np.iinfo(np.int64).min
 
 
 class Arrays:
-    """The columns of a table as numpy arrays, each made when it is first asked for."""
+    """The columns of a table as numpy arrays, each made when it is first asked for.
+
+    Attributes:
+        names: Of the columns that there are.
+    """
 
     def __init__(self, table: pa.Table) -> None:
+        self.names = set(table.column_names)
         self._table = table
         self._columns: dict[str, npt.NDArray[Any]] = {}
         self._valid: dict[str, npt.NDArray[np.bool_]] = {}
@@ -82,6 +87,12 @@ class Arrays:
         if name not in self._valid:
             self._valid[name] = _numpy(pc.is_valid(self._table[name]))
         return self._valid[name]
+
+    @functools.cached_property
+    def float32_rewards(self) -> npt.NDArray[np.float32]:
+        """Infinite beyond what float32 holds."""
+        with np.errstate(over="ignore"):
+            return self.column("reward").astype(np.float32)
 
     @functools.cached_property
     def context_starts(self) -> _Ints:
@@ -128,10 +139,9 @@ class Lists(NamedTuple):
         """Without a copy if the column has one chunk and no nulls in its lists."""
         return cls(_starts(column), _values(_whole(column).flatten()))
 
-    @property
-    def lengths(self) -> _Ints:
-        """int64 [rows]."""
-        return np.diff(self.starts)
+    def lengths(self, rows: _Ints) -> _Ints:
+        """int64, of the lists of these rows."""
+        return self.starts[rows + 1] - self.starts[rows]
 
 
 class StepBatch:
@@ -149,7 +159,7 @@ class StepBatch:
 
     def __init__(self, table: pa.Table, rows: _Ints | None = None) -> None:
         self._table = table
-        self._rows: _Ints = np.arange(table.num_rows) if rows is None else rows
+        self._rows: _Ints = np.arange(table.num_rows) if rows is None else np.ascontiguousarray(rows, np.int64)
         self._shared: Arrays | None = None
 
     def __len__(self) -> int:
@@ -225,14 +235,13 @@ class StepBatch:
             - `("text", ...)`: texts and JSON; `("collector", ...)`: where the row comes from, int64 or text [B],
               with times in UTC microseconds, and the reward as float64
         """
-        have, rows = set(self._table.column_names), self._rows
-        arrays = self._shared or Arrays(self._table)
+        arrays, rows = self._shared or Arrays(self._table), self._rows
+        have = arrays.names
         values: dict[tuple[str, ...], Any] = {}
         if {"prompt_ids", "response_ids"} <= have:
             values |= self._conversations(arrays, context)
         if "reward" in have:
-            with np.errstate(over="ignore"):  # beyond float32 it is infinite there
-                values["next", "reward"] = arrays.column("reward")[rows].astype(np.float32)[:, None]
+            values["next", "reward"] = arrays.float32_rewards[rows][:, None]
             values["collector", "reward"] = arrays.column("reward")[rows]
             values["collector", "has_reward"] = arrays.valid("reward")[rows]
         for name in ("terminated", "truncated"):
@@ -253,7 +262,7 @@ class StepBatch:
         from llmcollect.padding import pad_logprobs, pad_masks, pad_tokens, pad_versions
 
         rows, prompts, responses = self._rows, arrays.prompts, arrays.responses
-        new, sampled = prompts.lengths[rows], responses.lengths[rows]
+        new, sampled = prompts.lengths(rows), responses.lengths(rows)
         first = arrays.context_starts[rows] if context == "full" else rows
         before = prompts.starts[rows] - prompts.starts[first] + responses.starts[rows] - responses.starts[first]
         prompt_length = before + new
@@ -276,12 +285,12 @@ class StepBatch:
             ("masks", "all_attention_mask"): attention,
             ("masks", "all_assistant_mask"): assistant,
         }
-        if "response_logprobs" in self._table.column_names:
+        if "response_logprobs" in arrays.names:
             own, beside = np.empty(response.shape, np.float32), np.empty(full.shape, np.float32)
             pad_logprobs(rows, prompt_length, sampled, arrays.logprobs, own, beside)
             values |= {("log_probs", "response"): own, ("log_probs", "full"): beside}
             values["log_probs", "given"] = arrays.valid("response_logprobs")[rows]
-        if "policy_versions" in self._table.column_names:
+        if "policy_versions" in arrays.names:
             versions = np.empty(response.shape, np.int64)
             pad_versions(rows, *arrays.versions, sampled, versions)
             values["tokens", "policy_version"] = versions

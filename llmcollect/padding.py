@@ -1,47 +1,68 @@
-"""Rows of any length into dense arrays padded on the right: loops that numba compiles when they are first called.
+"""Rows of any length into dense arrays padded on the right: loops that numba compiles when this is imported.
 
 Whatever lengths a file claims, nothing is read or written outside of the arrays: slices end where their array does.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
-if TYPE_CHECKING:
-    from llmcollect.batch import Lists
+from llmcollect.batch import Lists
 
 _Ints = npt.NDArray[np.int64]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _compiled(function: _F) -> _F:
-    """The function as machine code that runs without the GIL, kept on disk where numba finds a place for it."""
-    try:
-        made: _F = numba.njit(function, nogil=True, cache=True)
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        made = numba.njit(function, nogil=True)
-    return made
+def _column(kind: Any) -> Any:
+    return types.Array(kind, 1, "C", readonly=True)
+
+
+def _padded(kind: Any) -> Any:
+    return types.Array(kind, 2, "C")
+
+
+def _lists(kind: Any) -> Any:
+    return types.NamedTuple((types.Array(types.int64, 1, "C"), _column(kind)), Lists)
+
+
+def _compiled(*arguments: Any) -> Callable[[_F], _F]:
+    """Of a function machine code for arguments of these types, which runs without the GIL and is kept on disk."""
+    signature = types.void(*arguments)
+
+    def compiled(function: _F) -> _F:
+        try:
+            made: _F = numba.njit(signature, nogil=True, cache=True)(function)
+        except Exception:  # noqa: BLE001 - no folder that can be written, no space, a torn file: without the disk then
+            made = numba.njit(signature, nogil=True)(function)
+        return made
+
+    return compiled
 
 
 # Loops, and not `to[:] = of`: of these LLVM makes vector instructions.
-@_compiled
+@numba.njit
 def _copy(to: npt.NDArray[Any], of: npt.NDArray[Any]) -> None:
     for place in range(min(to.size, of.size)):
         to[place] = of[place]
 
 
-@_compiled
+@numba.njit
 def _fill(to: npt.NDArray[Any], value: Any) -> None:
     for place in range(to.size):
         to[place] = value
 
 
-@_compiled
+@_compiled(
+    *[_column(types.int64)] * 2,
+    *[_lists(types.int32)] * 2,
+    *[_padded(types.int64)] * 3,
+)
 def pad_tokens(
-    rows: _Ints, first: _Ints, prompts: "Lists", responses: "Lists", prompt: _Ints, response: _Ints, full: _Ints
+    rows: _Ints, first: _Ints, prompts: Lists, responses: Lists, prompt: _Ints, response: _Ints, full: _Ints
 ) -> None:
     """The ids of rows, with contexts that begin at the rows `first`, into [B, P], [B, R] and [B, F]."""
     for index in range(rows.size):
@@ -63,7 +84,7 @@ def pad_tokens(
         _fill(ids[end + sampled.size :], 0)
 
 
-@_compiled
+@_compiled(*[_column(types.int64)] * 2, *[_padded(types.boolean)] * 2)
 def pad_masks(
     prompt_length: _Ints, response_length: _Ints, attention: npt.NDArray[np.bool_], assistant: npt.NDArray[np.bool_]
 ) -> None:
@@ -78,12 +99,12 @@ def pad_masks(
         _fill(assistant[index, end:], False)
 
 
-@_compiled
+@_compiled(*[_column(types.int64)] * 3, _lists(types.float32), *[_padded(types.float32)] * 2)
 def pad_logprobs(
     rows: _Ints,
     prompt_length: _Ints,
     response_length: _Ints,
-    logprobs: "Lists",
+    logprobs: Lists,
     response: npt.NDArray[np.float32],
     full: npt.NDArray[np.float32],
 ) -> None:
@@ -101,7 +122,7 @@ def pad_logprobs(
         _fill(full[index, start + sampled :], 0)
 
 
-@_compiled
+@_compiled(*[_column(types.int64)] * 3, _column(types.int32), _column(types.int64), _padded(types.int64))
 def pad_versions(
     rows: _Ints, starts: _Ints, version: _Ints, count: npt.NDArray[np.int32], response_length: _Ints, out: _Ints
 ) -> None:
