@@ -155,11 +155,15 @@ class StepBatch:
             consecutive and in order, from its step 0 or a `context_reset` on.
         rows: Which rows of the table the batch consists of, an integer array; None: all. The other rows are there
             for the contexts that they hold.
+
+    Raises:
+        IndexError: There is no such row.
     """
 
     def __init__(self, table: pa.Table, rows: _Ints | None = None) -> None:
         self._table = table
-        self._rows: _Ints = np.arange(table.num_rows) if rows is None else np.ascontiguousarray(rows, np.int64)
+        numbers = np.arange(table.num_rows)
+        self._rows: _Ints = numbers if rows is None else numbers[rows]
         self._shared: Arrays | None = None
 
     def __len__(self) -> int:

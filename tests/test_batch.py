@@ -1,7 +1,12 @@
 """A StepBatch and its TensorDict hold the same rows, whatever is done to them."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -188,3 +193,60 @@ def test_an_empty_batch_converts() -> None:
 def test_rows_whose_lengths_differ_are_refused(step: Step) -> None:
     with pytest.raises(ValueError, match="trajectory 7, step 0"):
         table_of([Trajectory(7, 7, 0, "e", 0, "p", 0, "{}", [step])])
+
+
+def test_rows_count_from_the_end_as_well_and_must_be_there(batch: StepTensorDict) -> None:
+    table = StepBatch.from_tensordict(batch).to_arrow()
+    assert contexts_of(StepBatch(table, np.array([-3, -5])).to_tensordict()) == [[1, 2, 9, 3], [1]]
+    for missing in (5, -6):
+        with pytest.raises(IndexError):
+            StepBatch(table, np.array([missing]))
+
+
+@pytest.mark.parametrize("count", [-(2**31), -1, 0, 1, 3, 2**31 - 1])
+def test_a_file_that_lies_about_lengths_touches_no_other_row(batch: StepTensorDict, count: int) -> None:
+    table = StepBatch.from_tensordict(batch).to_arrow()
+    runs, logprobs = table["policy_versions"].to_pylist(), table["response_logprobs"].to_pylist()
+    runs[2] = [{"version": 7, "count": count}, {"version": 8, "count": count}]
+    logprobs[2] = [-1.0] * 5
+    for name, values in (("policy_versions", runs), ("response_logprobs", logprobs)):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type))
+    found = StepBatch(table).to_tensordict()
+    others = [0, 1, 3, 4]
+    for key in (("tokens", "policy_version"), ("log_probs", "response"), ("log_probs", "full")):
+        assert torch.equal(found[key][others], batch[key][others]), key
+    assert set(found["tokens", "policy_version"][2].tolist()) <= {-1, 7, 8}
+    assert bool(found["log_probs", "response"][2].isnan().all())
+    assert torch.equal(found["tokens", "full"], batch["tokens", "full"])
+
+
+PAD = """
+import numpy, pyarrow
+from llmcollect.batch import Lists
+from llmcollect.padding import pad_versions
+out = numpy.empty((1, 3), int)
+runs = Lists.of(pyarrow.chunked_array([[[5]]], pyarrow.list_(pyarrow.int64())))
+count = Lists.of(pyarrow.chunked_array([[[2]]], pyarrow.list_(pyarrow.int32()))).values
+pad_versions(numpy.array([0]), runs.starts, runs.values, count, numpy.array([2]), out)
+print(out.tolist())
+"""
+
+
+@pytest.mark.parametrize("fault", ["no place", "torn files"])
+def test_the_compiled_loops_do_not_need_their_cache(fault: str, tmp_path: Path) -> None:
+    def padded(**environment: str) -> str:
+        told = os.environ | environment
+        done = subprocess.run([sys.executable, "-c", PAD], env=told, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    if fault == "no place":
+        # Of the places that numba tries it may use the one that the user names, and none is named.
+        assert padded(NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator", NUMBA_CACHE_DIR="") == "[[5, 5, -1]]"
+        return
+    assert padded(NUMBA_CACHE_DIR=str(tmp_path)) == "[[5, 5, -1]]"
+    kept = [path for path in tmp_path.rglob("*.nb?") if path.is_file()]
+    assert kept
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:1])
+    assert padded(NUMBA_CACHE_DIR=str(tmp_path)) == "[[5, 5, -1]]"
