@@ -103,24 +103,33 @@ class Arrays:
     @functools.cached_property
     def prompts(self) -> "Lists":
         """int32: the ids that were new."""
-        return Lists.of(self._table["prompt_ids"])
+        return self._lists("prompt_ids")
 
     @functools.cached_property
     def responses(self) -> "Lists":
         """int32: the ids that were sampled."""
-        return Lists.of(self._table["response_ids"])
+        return self._lists("response_ids")
 
     @functools.cached_property
     def logprobs(self) -> "Lists":
         """float32: of each sampled id; empty where none were given."""
-        return Lists.of(self._table["response_logprobs"])
+        return self._lists("response_logprobs")
 
     @functools.cached_property
     def versions(self) -> tuple[_Ints, npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Run-lengths: where those of each row start, their versions and their counts."""
-        column = self._table["policy_versions"]
+        column = self._stored("policy_versions")
         runs = _whole(column).flatten()
-        return _starts(column), _values(runs.field("version")), _values(runs.field("count"))
+        version, count = (runs.field(name).to_numpy(zero_copy_only=False) for name in ("version", "count"))
+        return _starts(column), version, count
+
+    def _lists(self, name: str) -> "Lists":
+        return Lists.of(self._stored(name))
+
+    def _stored(self, name: str) -> pa.ChunkedArray:
+        """Of the type of the schema, whatever the table was made by."""
+        column, kind = self._table[name], STEP_SCHEMA.field(name).type
+        return column if column.type == kind else column.cast(kind)
 
 
 class Lists(NamedTuple):
@@ -128,7 +137,7 @@ class Lists(NamedTuple):
 
     Attributes:
         starts: int64 [rows + 1].
-        values: Of all rows end to end, read-only.
+        values: Of all rows end to end.
     """
 
     starts: _Ints
@@ -137,7 +146,7 @@ class Lists(NamedTuple):
     @classmethod
     def of(cls, column: pa.ChunkedArray) -> "Lists":
         """Without a copy if the column has one chunk and no nulls in its lists."""
-        return cls(_starts(column), _values(_whole(column).flatten()))
+        return cls(_starts(column), _whole(column).flatten().to_numpy(zero_copy_only=False))
 
     def lengths(self, rows: _Ints) -> _Ints:
         """int64, of the lists of these rows."""
@@ -165,6 +174,9 @@ class StepBatch:
         numbers = np.arange(table.num_rows)
         self._rows: _Ints = numbers if rows is None else numbers[rows]
         self._shared: Arrays | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_shared": None}  # it is made anew of the table
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -276,7 +288,7 @@ class StepBatch:
 
         prompt, response = empty(prompt_length, np.int64), empty(sampled, np.int64)
         full = empty(prompt_length + sampled, np.int64)
-        pad_tokens(rows, first, prompts, responses, prompt, response, full)
+        pad_tokens(rows, first, *prompts, *responses, prompt, response, full)
         attention, assistant = np.empty(full.shape, np.bool_), np.empty(full.shape, np.bool_)
         pad_masks(prompt_length, sampled, attention, assistant)
         values: dict[tuple[str, ...], Any] = {
@@ -291,7 +303,7 @@ class StepBatch:
         }
         if "response_logprobs" in arrays.names:
             own, beside = np.empty(response.shape, np.float32), np.empty(full.shape, np.float32)
-            pad_logprobs(rows, prompt_length, sampled, arrays.logprobs, own, beside)
+            pad_logprobs(rows, prompt_length, sampled, *arrays.logprobs, own, beside)
             values |= {("log_probs", "response"): own, ("log_probs", "full"): beside}
             values["log_probs", "given"] = arrays.valid("response_logprobs")[rows]
         if "policy_versions" in arrays.names:
@@ -437,13 +449,6 @@ def _starts(column: pa.ChunkedArray) -> _Ints:
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
-
-
-def _values(array: pa.Array) -> npt.NDArray[Any]:
-    """Always read-only, also where they had to be copied: the compiled loops then see one type."""
-    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False).view()
-    values.flags.writeable = False
-    return values
 
 
 def _run_lengths(versions: _Ints) -> list[dict[str, int]]:

@@ -1,6 +1,8 @@
 """A StepBatch and its TensorDict hold the same rows, whatever is done to them."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -221,14 +223,34 @@ def test_a_file_that_lies_about_lengths_touches_no_other_row(batch: StepTensorDi
     assert torch.equal(found["tokens", "full"], batch["tokens", "full"])
 
 
+def test_a_batch_of_several_can_be_sent_on(batch: StepTensorDict) -> None:
+    whole = StepBatch.from_tensordict(batch)
+    for part in (parts := list(whole.split(2))):
+        expected = part.to_tensordict()
+        for sent in (pickle.loads(pickle.dumps(part)), copy.deepcopy(part)):
+            assert_same(sent.to_tensordict(), expected)
+    assert [len(part) for part in parts] == [2, 2, 1]
+
+
+def test_rows_that_came_by_way_of_other_types_convert(batch: StepTensorDict) -> None:
+    table = StepBatch.from_tensordict(batch).to_arrow()
+    wide = {
+        "prompt_ids": pa.large_list(pa.int64()),
+        "response_ids": pa.list_(pa.int64()),
+        "response_logprobs": pa.list_(pa.float64()),
+        "policy_versions": pa.list_(pa.struct([("version", pa.int32()), ("count", pa.int64())])),
+    }
+    for name, kind in wide.items():
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, pa.field(name, kind), table[name].cast(kind))
+    assert_same(StepBatch(table).to_tensordict(), batch)
+
+
 PAD = """
-import numpy, pyarrow
-from llmcollect.batch import Lists
+import numpy
 from llmcollect.padding import pad_versions
 out = numpy.empty((1, 3), int)
-runs = Lists.of(pyarrow.chunked_array([[[5]]], pyarrow.list_(pyarrow.int64())))
-count = Lists.of(pyarrow.chunked_array([[[2]]], pyarrow.list_(pyarrow.int32()))).values
-pad_versions(numpy.array([0]), runs.starts, runs.values, count, numpy.array([2]), out)
+pad_versions(*map(numpy.array, ([0], [0, 1], [5])), numpy.array([2], "int32"), numpy.array([2]), out)
 print(out.tolist())
 """
 

@@ -135,7 +135,7 @@ def _selected(file: pq.ParquetFile, record: CommitRecord, selection: Selection |
     if file.metadata.num_rows != record.rows:
         raise ValueError(f"it has {file.metadata.num_rows} rows, and its record says {record.rows}")
     if selection is None or not selection.drops_some(record):
-        # Readers read several commits at once; threads of Arrow's beside theirs would take the consumer's core.
+        # Readers read as many commits at once as there are cores: threads of Arrow's beside theirs gain nothing.
         table = file.read(None if selection is None else selection.stored_columns, use_threads=False)
         if pc.count_distinct(table["trajectory"]).as_py() != len(record.trajectories):
             raise ValueError("its rows are not those of the trajectories in its record")

@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and reading a run does not n
 
 # Decoding a row takes three times as long as making tensors of it: every core may decode.
 _THREADS = min(4, os.cpu_count() or 1)
-_AHEAD = _THREADS + 1  # one more than are being read: no thread waits until somebody takes a commit
+# Commits in memory beside the one that was taken last: no thread waits until somebody takes the next.
+_AHEAD = _THREADS + 1
 
 
 class Run:
@@ -59,6 +60,8 @@ class Run:
 
     def steps(self, *, columns: Sequence[str] | None = None, **filters: Unpack[Filters]) -> Iterator[StepBatch]:
         """The rows that are stored by now, one batch a commit, shard by shard and in commit order.
+
+        As many commits as there are cores, up to four, are read at once, and one more is kept ready.
 
         Args:
             columns: Which columns; None: all. Batches keep, beside them, what their contexts are rebuilt from.

@@ -1,5 +1,6 @@
 """Stored rows for training: an IterableDataset for torch's DataLoader, and the filling of a replay buffer."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from typing import Any, Unpack
@@ -61,6 +62,7 @@ class StepDataset(IterableDataset[StepTensorDict]):
             num_workers: Processes that read.
             **options: Further arguments of `torch.utils.data.DataLoader`.
         """
+        importlib.import_module("llmcollect.padding")  # compiled here, so that forked workers have it
         return DataLoader(self, batch_size=None, collate_fn=same, num_workers=num_workers, **options)
 
     def __iter__(self) -> Iterator[StepTensorDict]:
